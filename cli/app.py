@@ -648,6 +648,22 @@ def doctor(
     """Check what this machine provides and lacks; list what heals in memory."""
 
 
+OfflineFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--offline",
+        metavar="FILE",
+        help="Plan the tasks of this file, YAML or JSON, without a cluster; -: standard input.",
+    ),
+]
+PlanSeq = Annotated[
+    int | None,
+    typer.Option(
+        "--seq", min=1, metavar="N", help="The plan that was in force after record N of the log."
+    ),
+]
+
+
 @app.command()
 def plan(
     without: Annotated[
@@ -688,15 +704,8 @@ def plan(
             help="The input that the dry run printed: if it has changed since, nothing is done.",
         ),
     ] = None,
-    seq: Annotated[
-        int | None,
-        typer.Option(
-            "--seq",
-            min=1,
-            metavar="N",
-            help="The plan that was in force after record N of the log.",
-        ),
-    ] = None,
+    offline: OfflineFile = None,
+    seq: PlanSeq = None,
     reason: Reason = "",
     state: State = None,
     url: Url = None,
@@ -705,6 +714,7 @@ def plan(
 ) -> None:
     """Show which task gets how many GPUs, why, and the alternatives; or a dry run."""
     from .commands import plan as commands_plan
+    from .commands import plan_offline
 
     if len(slots or ()) > 1:
         raise UsageError("--with is given more than once", "give the sum of them")
@@ -718,6 +728,11 @@ def plan(
         seq=seq,
         reason=reason,
     )
+    if offline is not None:
+        if asked != commands_plan.PlanOptions() or url or ca or state is not None:
+            raise UsageError("--offline goes with -o alone", "unicron plan --offline FILE")
+        plan_offline.plan(offline, as_json=console.structured(output))
+        return
     commands_plan.plan(folder(state), url, asked, as_json=console.structured(output))
 
 

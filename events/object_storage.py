@@ -73,7 +73,8 @@ def check_driver(url: str, key: str = "output") -> None:
 
 
 class Store:
-    """A folder and all below it; `fs` is fsspec's, `root` its name there. Raises OSError."""
+    """A folder and all below it; `fs` is fsspec's, `root` its name there. Without a driver for the
+    URL the constructor raises UsageError. Other failures raise OSError."""
 
     def __init__(self, url: str) -> None:
         check_driver(url)

@@ -26,7 +26,8 @@ def write_private(path: Path, data: bytes, *, replaces: bool = True) -> None:
 
 
 def read_private(path: Path) -> bytes:
-    """The content of a file that only this user may read or change. Raises UsageError, OSError."""
+    """The content of a file that only this user may read or change. Raises UsageError if others
+    may, if it is another user's, or no file; OSError."""
     # a fifo would block without O_NONBLOCK
     with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
         found = os.fstat(file.fileno())

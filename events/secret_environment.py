@@ -8,7 +8,8 @@ TOKEN, URL, REDIS_URL = "UNICRON_TOKEN", "UNICRON_URL", "UNICRON_REDIS_URL"
 
 
 def remove_secrets(*names: str) -> None:
-    """Remove the variables from os.environ, and from /proc/PID/environ by overwriting them."""
+    """Remove the variables from os.environ, and overwrite their values in memory. Otherwise they
+    stay in /proc/PID/environ, which any process of the same user may read."""
     libc = ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_void_p
     for name in names:

@@ -49,8 +49,8 @@ def may_follow(pointer: str, at: str, *, by_socket: bool) -> bool:
 
 
 def client_context(ca: str) -> ssl.SSLContext:
-    """Accepts servers for which these certificates (PEM) stand, or the system's. Raises
-    SSLError."""
+    """Accepts servers for which these certificates (PEM) stand, or with "" those of the system. The
+    server's name or address must be in its certificate. Raises SSLError if `ca` is not PEM."""
     context = ssl.create_default_context(cadata=ca or None)
     if ca:  # an authority may itself be below another one
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -58,8 +58,8 @@ def client_context(ca: str) -> ssl.SSLContext:
 
 
 def authority(ca: str, host: str, port: int) -> str:
-    """The certificates (PEM) that --ca names, or that the server sends. Raises UsageError,
-    OSError."""
+    """The certificates (PEM) that --ca names; for a digest, the server there is asked for them.
+    Raises UsageError; OSError if the server does not answer."""
     if not ca.startswith("sha256:"):
         try:
             pem = Path(ca).read_text(encoding="ascii")

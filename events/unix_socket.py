@@ -10,7 +10,8 @@ PATH_BYTES_MAX = 103
 
 def address(path: str) -> str:
     """A name of the socket `path` that fits into a socket address: a long path goes through a
-    descriptor of its folder, on Linux. Raises OSError if the folder cannot be opened."""
+    descriptor of its folder, on Linux. Raises OSError if the folder cannot be opened. Where there
+    is no /proc, the caller's `connect` or `bind` refuses a long path."""
     if len(os.fsencode(path)) <= PATH_BYTES_MAX or not Path("/proc/self/fd").exists():
         return path
     folder, name = os.path.split(path)

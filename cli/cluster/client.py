@@ -225,13 +225,14 @@ class Client:
                 self.leader = at
                 return answer
             except Leased as error:
-                self.leader, late = self._pointed_to(error.url), Unable(str(error), self._hint)
-            except (Unreachable, Unable) as error:
-                if not (
-                    error.passes
-                    if isinstance(error, Unable)
-                    else at is not None and (at is not self or self.others)
-                ):
+                self.leader = self._pointed_to(error.url)
+                late = Unable(str(error), self._hint)
+            except Unable as error:
+                if not error.passes:
+                    raise
+                self.leader, late = None, error
+            except Unreachable as error:
+                if at is None or (at is self and not self.others):
                     raise
                 self.leader, late = None, error
             if time.monotonic() > deadline_s:

@@ -1,4 +1,8 @@
-"""Detached processes: identity by pid file, start, wait, stop."""
+"""Detached processes: identity by pid file, start, wait, stop.
+
+The kernel gives the pid of a process that ended to another one. So a pid file also holds the start
+time of its process: a signal to a pid alone could end a stranger.
+"""
 
 import os
 import re
@@ -31,7 +35,8 @@ class Process(Struct, frozen=True):
 
 
 def alive(process: Process) -> bool:
-    """Whether the process still runs; a zombie counts as ended, and one without a start time."""
+    """Whether the process still runs; a zombie counts as ended. A process that ended before its pid
+    file was written has no start time, and counts as ended too."""
     return process.started != "" and start_time(process.pid) == process.started
 
 

@@ -77,7 +77,9 @@ def plain(text: str, verdict: Verdict) -> fmt.Plain:
 
 
 def screen(verdicts: Iterator[tuple[str, Verdict]]) -> Iterator[str]:
-    """The page: each status and rule once, the most severe first; then their handling."""
+    """The page: each status and rule once, the most severe first; then their handling. The memory
+    in use does not grow with the length of the log. Reading ends after FAULT_LINES_NUM_MAX lines of
+    a fault, because each takes time and the first ones tell the cause."""
     groups: dict[tuple[str, str], Group] = {}
     num_lines = num_faults = 0
     for num_lines, (_, verdict) in enumerate(verdicts, 1):

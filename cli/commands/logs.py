@@ -96,15 +96,13 @@ class _File(Struct):
     def _seek(self, client: Client, tail: int) -> None:
         """Set where reading begins, and how many lines are passed over from there. The end is
         searched for: an agent does not tell a file's size."""
-        begin, lines = (
-            CHUNK_BYTES
-            * bisect_left(
-                range(CHUNKS_NUM_MAX),
-                True,
-                key=lambda number: not self._part(client, number * CHUNK_BYTES)[0],
-            ),
-            0,
-        )
+
+        def is_behind(number: int) -> bool:
+            """Whether the file has nothing from this chunk on."""
+            return not self._part(client, number * CHUNK_BYTES)[0]
+
+        begin = CHUNK_BYTES * bisect_left(range(CHUNKS_NUM_MAX), True, key=is_behind)
+        lines = 0
         while begin and lines <= tail:
             begin -= CHUNK_BYTES
             text, _ = self._part(client, begin)
@@ -145,7 +143,9 @@ class _Attempts:
 
     def __init__(self, client: Client, past: Plain) -> None:
         """`past`: the answer of GET /v1/tasks/ID/curves."""
-        self._client, self._number, self._seq = client, int(past["task"]), int(past["read_seq"])
+        self._client = client
+        self._number = int(past["task"])
+        self._seq = int(past["read_seq"])
         self.files = {
             (one["rank"], one["attempt"]): _File(
                 rank=one["rank"],

@@ -48,7 +48,8 @@ SAME_NUM_MAX = 3
 
 
 def connect_to_read(state: StateDir, url: Urls) -> Client:
-    """As `connect`; if nothing answers, a client of the state folder's files, told on stderr."""
+    """As `connect`; if nothing answers there, a client that reads the files of the state folder,
+    and says so on stderr."""
     try:
         client = connect(state, url)
         client.get("/v1/health")
@@ -92,8 +93,8 @@ class Log(NamedTuple):
         return replay(self.read(), self.state())
 
     def up_to(self, until: int | None) -> Log:
-        """The log up to and including record `until`. Raises UsageError if it has none, also
-        late."""
+        """The log up to and including record `until`. Raises UsageError if it was pruned; if the
+        log ends before it, that is known, and raised, only when the log is read."""
         if until is None:
             return self
         if until < self.after:

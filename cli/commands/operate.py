@@ -36,7 +36,8 @@ def _request(client: Client, path: str, reason: str, **body: object) -> Outcome:
 def _node_request(
     state: StateDir, url: Urls, words: Sequence[str], act: str, reason: str, **body: object
 ) -> tuple[Plain, list[Plain], str, Outcome]:
-    """Request it of nodes, in one append: the view before, the nodes, their names, what follows."""
+    """Request `act` of these nodes, in one append. Returns the view before it, the nodes in that
+    view, their names with commas between, and the decisions that follow."""
     client = connect(state, url)
     view: Plain = client.get("/v1/state")
     nodes = pick_nodes(view["nodes"], words)

@@ -34,7 +34,8 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
 
 def outcome_of(client: Client, seq: int) -> Outcome:
-    """The decisions that a request caused, with those of other requests in its append."""
+    """The decisions that a request caused. The control plane may append several requests at once:
+    then their decisions are one set, and belong to each of them."""
     found: list[Plain] = []
     source, causes = "", {seq}
     for record in client.records(seq - 1, follow=False):

@@ -87,7 +87,9 @@ def verify(state: StateDir, *, segments: str) -> None:
 
 
 def prune(state: StateDir, *, segments: str, keep: float) -> None:
-    """Remove what is older than `keep` days and not needed. Raises UsageError, CorruptError."""
+    """Remove the segments whose records are all older than `keep` days, and older snapshots. The
+    newest segment stays, and a snapshot of the state before the oldest one left: a start and a
+    restore need both. Raises UsageError, CorruptError."""
     from ...control_plane.service import snapshots
 
     folder, sealed = _segments(state, segments)

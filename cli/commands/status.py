@@ -40,7 +40,9 @@ def status(
     only: str | None = None,
     wide: bool = False,
 ) -> None:
-    """Print the screen, of the moment `at`. If it comes from files, exits as Unreachable does."""
+    """Print the screen, of the moment `at` if that is given. Raises UsageError. If nothing answers,
+    exits as Unreachable does, also when the screen comes from files: a script must not take it for
+    the present."""
     if watch and at:
         raise UsageError("--watch and --at do not go together", "give one of the two")
     of_many = what in ("", "nodes", "tasks") or is_pattern(what)

@@ -27,7 +27,9 @@ SMALLER = "a larger slots.max, or a smaller model"
 
 def dry_run(state: StateDir, url: Urls, path: Path, *, as_json: bool) -> None:
     """Print the layouts of numbers of slots, and where a cluster runs the plan that would follow,
-    or why it would refuse the job now. Raises UsageError for a job that no cluster could run so."""
+    or why it would refuse the job now. Raises UsageError for a job that cannot have a layout, for a
+    data file that the ranks would miss, and for an output folder with the checkpoints of another
+    task."""
     spec = job_file.load(path)
     found = choices(spec)
     if found.refused:

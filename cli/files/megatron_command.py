@@ -1,6 +1,8 @@
 """Compares a job file with the arguments of its `unicron megatron` command, before it starts. Pure.
 
 Only what the rank's own check would refuse at its start (workers/training/megatron_lm) is refused.
+Arguments that are missing or unreadable here, and what the script may still change, are left to
+that check: it sees what the script really uses.
 """
 
 from collections.abc import Iterator, Mapping

@@ -173,7 +173,8 @@ def _slot_sign(node: Plain, slot: Plain, letters: dict[int, str]) -> str:
 
 
 def _scheduling(node: Plain) -> str:
-    """`eligible`, `drained`, the disabled slots, or `as it was` while a node is unreachable."""
+    """`eligible`, `drained` or the disabled slots. `as it was` while a node is unreachable: its
+    ranks continue, and no rank is started there."""
     out = [slot["index"] for slot in node["slots"] if slot["out"]]
     if node["contact"] != "heard":
         word = "as it was" if node["contact"] == "unreachable" else "out"

@@ -123,6 +123,22 @@ def dry_run(found: Plain, asked: str, *, option: str = "") -> list[str]:
     ]
 
 
+def offline(shown: Plain, path: str) -> list[str]:
+    """The plan of a file of tasks, without a cluster."""
+    plan = shown["plan"]
+    slots = fmt.number_of(plan["num_slots"], "slot")
+    return [
+        _head(f"unicron plan --offline {path}", f"{slots}, exact, {fmt.span(shown['took_s'])}"),
+        *_gain(shown),
+        "",
+        *_changes(shown),
+        "",
+        *_alternatives(plan),
+        "",
+        *_constraints(shown),
+    ]
+
+
 # --- Parts of the pages. ---
 def _head(typed: str, note: str) -> str:
     width = fmt.SCREEN_COLUMNS - len(note) - 2

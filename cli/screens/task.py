@@ -278,7 +278,8 @@ def _earns(task: Plain) -> list[str]:
 
 
 def _copies(task: Plain, past: Plain, now_s: float) -> list[str]:
-    """Where the task's state is, and what would be lost if all processes exited."""
+    """Where the task's state is, and what would be lost if all processes exited. In-memory
+    checkpoints are reported seldom: a store may have a newer one than the last report."""
     if task["tier"] != "train" or task["state"] in ENDED:
         return fmt.labelled("published", task["checkpoint"]) if task["checkpoint"] else []
     holders = [

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 
 def open_streams() -> None:
-    """Open each closed standard stream (`>&-`, cron) on /dev/null, before a file takes its
-    number."""
+    """Open each closed standard stream (`>&-`, cron) on /dev/null. Otherwise the next file that is
+    opened would get the number of that stream, and output would go into it."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)

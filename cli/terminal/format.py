@@ -25,7 +25,8 @@ def curve(
     values: Sequence[float], width: int, floor: float | None = None, top: float | None = None
 ) -> str:
     """The values as at most `width` text blocks, each the mean of an equal range. `floor` and `top`
-    are the values of `▁` and `█`; by default the lowest and the highest mean."""
+    are the values of `▁` and `█`; by default the lowest and the highest mean. No value may be above
+    `top`."""
     if not values:
         return ""
     width = min(width, len(values))

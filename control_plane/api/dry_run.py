@@ -174,6 +174,46 @@ def explain_present_plan(data: bytes) -> DryRunResult:
     return _result(state, state, planning_snapshot(state).problem, [], {})
 
 
+def of_problem(problem: PlanProblem, more: int) -> DryRunResult:
+    """Plan a problem that comes from no cluster. `more`: additional slots for `more_waf`."""
+    choice = with_hot_spare(problem)
+    most = {demand.task: demand.sizes[-1] for demand in problem.demands if demand.sizes}
+    plan = _with_explanations(explain.record_of(problem, choice, most), problem)
+    wider = with_hot_spare(replace(problem, num_slots=problem.num_slots + more)).plan.waf
+    return DryRunResult(
+        tried=True,
+        input=0,
+        plan=plan,
+        planned=True,
+        plan_s=0.0,
+        plan_seq=0,
+        num_slots_before=problem.num_slots,
+        tasks=tuple(
+            TaskDiff(
+                task=demand.task,
+                name=demand.name,
+                tier="",
+                weight=demand.weight,
+                slots_before=demand.now,
+                slots=x,
+                waf_before=waf_of(demand, demand.now),
+                waf=waf_of(demand, x),
+                pause_s=transition_cost_s(demand, x),
+                origin="",
+                seats_before=(),
+                seats=(),
+                iteration=0,
+            )
+            for demand, x in zip(problem.demands, choice.plan.slots, strict=True)
+        ),
+        num_plans=1,
+        transition_flop=plan.transition_flop,
+        more_slots=more,
+        more_waf=max(wider - plan.waf, 0.0),
+        held="",
+    )
+
+
 def operator_requests(data: bytes, change: Change, reason: str) -> list[t.Body]:
     """The requests that carry out the change. Raises what `run_dry` raises; Refusal for slots."""
     if change.slots:

@@ -727,22 +727,22 @@ class HttpApi:
 
     # --- tokens; a secret is in an answer once, and in no log ---
     async def list_tokens(self, call: Call[ListQuery, None]) -> Page[messages.TokenView]:
-        found = {one.name: one for one in self._tokens.all()}
-        return _page(
-            sorted(found),
-            str,
-            call.query,
-            lambda name: {
+        tokens = {token.name: token for token in self._tokens.all()}
+
+        def view_of(name: str) -> messages.TokenView:
+            token = tokens[name]
+            return {
                 "name": name,
-                "role": (one := found[name]).role,
-                "created_s": one.created_s,
-                "expires_s": one.expires_s,
-                "expired": self._tokens.has_expired(one),
-                "node": one.node,
-                "uses": one.uses,
-                "used": one.used,
-            },
-        )
+                "role": token.role,
+                "created_s": token.created_s,
+                "expires_s": token.expires_s,
+                "expired": self._tokens.has_expired(token),
+                "node": token.node,
+                "uses": token.uses,
+                "used": token.used,
+            }
+
+        return _page(sorted(tokens), str, call.query, view_of)
 
     async def create_token(self, call: Call[Nothing, messages.NewToken]) -> messages.NewSecret:
         body = call.body

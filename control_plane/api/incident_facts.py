@@ -78,7 +78,8 @@ class Reading:
     def __init__(self, number: int, start: bytes, shown: ClusterState) -> None:
         """`start`: the state before the first record. `shown`: as of which the facts are."""
         self._number, self._start, self._shown = number, start, shown
-        self._past, self._records = read_history((), decode_state(start)), list[Record]()
+        self._past = read_history((), decode_state(start))
+        self._records: list[Record] = []
         self._found: IncidentRecords | None = None
         self.num_missing = max(shown.seq - self.last, 0) if shown.seq >= number else 0
         """How many more records may belong to it, at most; 0: all are there."""
@@ -333,8 +334,10 @@ def phases(
     paused: bool = False,
 ) -> list[Plain]:
     """The length of each phase that the incident has reached. `silence_s`: how long the node was
-    unreachable before, instead of `detect`. `stalled`: the name and end of the phase in which a
-    stalled task could resume. `paused`: orders were suppressed, which is a phase of its own."""
+    unreachable before detection; this replaces `detect`. `stalled`: the name and the end of the
+    phase in which a stalled task could resume; it precedes `decide`. `began`: the fault's start; if
+    it is unknown, there is no `detect`. `paused`: orders were suppressed, which is a phase of its
+    own."""
     found = [
         _phase(name, from_s, to_s)
         for name, from_, to in (PAUSED_PHASES if paused else PHASES)

@@ -136,7 +136,8 @@ class Tokens:
     def create(
         self, name: str, role: Role, life_s: float, *, node: str = "", uses: int = 0
     ) -> tuple[Token, str]:
-        """A new token (`life_s` 0: for ever) and its secret, kept nowhere. Raises UsageError."""
+        """A new token and its secret, which is kept nowhere. `life_s` 0: it never expires. `node`
+        and `uses` are of a join token (0 uses: 1). Raises UsageError."""
         if role != "join" and (node or uses):
             raise UsageError("node and uses are of a token with the role join", "leave them out")
         if node and (uses > 1 or not job.NAME.match(node)):

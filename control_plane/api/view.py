@@ -133,7 +133,8 @@ def node_view(
     """One node of the view. `tasks`: those with slow ranks, if that is known."""
     slots: list[dict[str, Any]] = []
     slow = _slow_on(state.tasks.values() if tasks is None else tasks, node)
-    degraded, due = _slots_degraded(slow, node), state.deadlines.get(f"replace/{node.name}")
+    degraded = _slots_degraded(slow, node)
+    due = state.deadlines.get(f"replace/{node.name}")
     for index in range(node.num_slots):
         occupant = node.occupants.get(index)
         slot: dict[str, Any] = {

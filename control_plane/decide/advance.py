@@ -23,7 +23,9 @@ def advance(
     state: ClusterState, report: Report, *, epoch: int, at_s: float, decide: Decide = decide
 ) -> list[Record]:
     """Fold the report, which `accepts` has admitted, decide, fold the decisions; return all records
-    as one batch for the log. A simulation may pass another policy as `decide`."""
+    as one batch for the log. `at_s` is the time on the leader's clock. A new leader's clock may be
+    behind: then the records get the time of the last record, for time in the log never decreases. A
+    simulation may pass another policy as `decide`."""
     record = report_record(state, report, epoch=epoch, at_s=max(at_s, state.at_s))
     fold(state, record)
     records = [record]

@@ -78,12 +78,15 @@ def decisions(state: ClusterState, record: Record, plan: Plan) -> Iterator[t.Bod
 
 
 def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
-    """The tasks for which decisions may follow from the record, by id: the task that it names, or
-    more.
+    """The tasks for which decisions may follow from the record, by id.
 
-    An exit also affects each task with a seat without a process on that node, which may wait for
-    the slot. Progress may only close an incident or show a straggler. An answer to an order has no
-    effect while others are outstanding.
+    Records about nodes or the policy may affect every task. A node that is lost, or is drained to
+    shut it down, affects only the tasks that use it, because many nodes may be lost at once. Any
+    other record affects the task that it names, or the task of its deadline. The exit of a process
+    also affects each task that has a seat without a process on that node: the seat may wait for the
+    slot. Progress affects only a task with faults or an incident, since it may close the incident
+    or show a straggler. An answer to an order has no effect while other answers are outstanding.
+    While healing is paused, `decisions` looks at every task after each record.
     """
     body = record.body
     number: int = getattr(body, "task", 0)

@@ -104,7 +104,9 @@ class _Stores:
     """The stores that a task's members may be given: `load` by node, the shares given so far."""
 
     def __init__(self, state: ClusterState, task: Task, nodes: Sequence[str]) -> None:
-        self._nodes, self._names, self._members = state.nodes, sorted(state.nodes), set(nodes)
+        self._nodes = state.nodes
+        self._names = sorted(state.nodes)
+        self._members = set(nodes)
         self._index = {name: place for place, name in enumerate(self._names)}
         self._now = {one.node: one.stores for one in task.stores}
         self.usable = dict.fromkeys(name for name in self._names if _is_usable(state.nodes[name]))
@@ -199,7 +201,8 @@ def _entries(task: Task, whole: WholeCheckpoint) -> Iterator[MemoryCheckpoint]:
 
 def replace_stores(state: ClusterState, task: Task) -> Iterator[Body]:
     """While the task trains, replace lost stores, and use a node that has become usable; not while
-    a node of members is unreachable, for it could not receive the order."""
+    a node of members is unreachable, for it could not receive the order. Until then members use the
+    store of a lost node: perhaps only its agent failed."""
     nodes = storing_nodes(task)
     if task.phase != "training" or not nodes or _has_stores(state, task):
         return

@@ -37,7 +37,8 @@ def savers(task: Task) -> list[Rank]:
 
 
 def may_order_save(task: Task) -> bool:
-    """Whether it is known which members save (`savers`)."""
+    """Whether it is known which members save (`savers`): one member has the whole state, an
+    iteration ends undisturbed, or all members have reported their step."""
     able = [rank for rank in task.living_members() if rank.has_state and rank.is_healthy]
     return not has_layouts(task) or _reaches_boundary(task, able) or all_quiesced(task)
 

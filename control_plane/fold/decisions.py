@@ -170,15 +170,14 @@ def incident_closed(state: ClusterState, record: Record, body: d.IncidentClosed)
     incident = state.incidents.get(body.of)
     if incident is None:
         return
-    incident.outcome, incident.closed_s, incident.pause_s = (
-        body.outcome,
-        record.at_s,
-        body.pause_s,
-    )
-    task, node = state.tasks.get(incident.task), state.nodes.get(incident.node)
+    incident.outcome = body.outcome
+    incident.closed_s = record.at_s
+    incident.pause_s = body.pause_s
+    node = state.nodes.get(incident.node)
     if node is not None and node.incident == incident.id:
         node.incident = 0
         update_undecided(state)
+    task = state.tasks.get(incident.task)
     if task is not None and task.incident == incident.id:
         if body.outcome == "failed":
             task.ending, task.why = task.ending or "failed", body.why

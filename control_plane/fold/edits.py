@@ -37,7 +37,8 @@ EARLY_S = 1e-3
 PLAN = "plan"
 """The deadline at which tasks that were submitted soon after a plan are planned."""
 LOSSES = "losses"
-"""The deadline, due at once, until which nodes lost in one moment share a plan."""
+"""The deadline, due at once, until which nodes that are lost in one moment share a plan: many
+verdicts have the same time."""
 _NODE_DEADLINES = frozenset(("replace", "price", "device", "recovered", "quarantine"))
 EXPIRED = "expired"
 """The deadline of ended tasks. It is none of the state's: `expired_tasks` tells when it is due."""
@@ -246,7 +247,8 @@ def settle_phase(state: ClusterState, task: Task) -> None:
 
 def update_unreachable_deadline(state: ClusterState, task: Task) -> None:
     """Set or clear the deadline of members on unreachable nodes: it runs while the task waits for
-    them (`_silent_alone`) and the others hold the complete state."""
+    them (`_silent_alone`) and the others hold the complete state. It is as long as the wait for a
+    second source (`evidence_s_max`)."""
     name = f"silent/{task.id}/{task.generation}"
     if (
         not state.unreachable

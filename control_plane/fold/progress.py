@@ -20,11 +20,9 @@ ITERATIONS_MAX = 10**12
 def progressed(state: ClusterState, record: Record, task: Task, body: TaskProgressed) -> None:
     if body.generation != task.generation or not body.losses or task.phase == "reconfiguring":
         return
-    task.loss, task.rate_flops, task.micro_batches = (
-        body.losses[-1],
-        body.rate_flops,
-        body.micro_batches,
-    )
+    task.loss = body.losses[-1]
+    task.rate_flops = body.rate_flops
+    task.micro_batches = body.micro_batches
     keep_times(state, task, body)
     if body.step_s:
         task.step_s = body.step_s[-1]
@@ -73,8 +71,9 @@ def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
 def iterations_logged(
     state: ClusterState, record: Record, task: Task, rank: Rank, body: IterationsLogged
 ) -> None:
-    """Record progress of a command, from the first rank of a round that logs any. It counts its own
-    iterations, also after a restart. Work before its first report does not count."""
+    """Record progress of a command, from the first rank of a round that logs any. A command counts
+    its own iterations: after a restart it continues from its own checkpoint. Work before its first
+    report does not count. `restart_iterations` new iterations clear the count of restarts."""
     if task.heals_in_memory or task.phase == "ended":
         return
     if not 1 <= body.iteration <= ITERATIONS_MAX or body.step_s < 0:

@@ -114,11 +114,9 @@ def rank_errored(
 ) -> None:
     if rank.error_seq or rank.state == "finished":
         return
-    rank.error, rank.error_text, rank.error_seq = (
-        classified_status(body.status, status_of(body.error)),
-        body.text,
-        record.seq,
-    )
+    rank.error = classified_status(body.status, status_of(body.error))
+    rank.error_text = body.text
+    rank.error_seq = record.seq
     rank.second_hand = body.second_hand
     count_outstanding(task)
     if not rank.stopping and not task.ending:

@@ -48,7 +48,12 @@ class Hang(Struct, frozen=True, kw_only=True):
 
 def locate_hang(state: ClusterState, task: Task) -> Hang | None:
     """Locate the hang of a task; None if a rank may still progress or another fault explains it.
-    Stopped ranks have a deadline of their own. Of ranks on unreachable nodes nothing is known."""
+
+    Stopped ranks (SIGSTOP) do not count, since they have a deadline of their own, nor do ranks on
+    unreachable nodes, of which nothing is known. While there are such ranks, only a rank that
+    stalls in its own work can be the cause. Without one, all wait for the ranks on unreachable
+    nodes.
+    """
     if not task.stalls or task.finished or task.ending or task.failed_s >= 0:
         return None
     if task.phase != "training" and (task.phase, task.mode) != ("quiescing", "boundary"):

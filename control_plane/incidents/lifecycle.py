@@ -43,18 +43,21 @@ def open_incidents(state: ClusterState, task: Task) -> Iterator[Body]:
 def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
     limit = state.policy.restarts_max
     cause = root_cause(state, task)
-    severity, status, ranks, why, evidence = (
-        cause.severity,
-        cause.status,
-        cause.ranks,
-        cause.why,
-        cause.evidence,
-    )
+    severity, ranks, why = cause.severity, cause.ranks, cause.why
     if task.reattempts > limit:
-        ranks, severity = tuple(x.rank for x in task.living_members()), worst(severity, "SEV2")
+        severity = worst(severity, "SEV2")
+        ranks = tuple(x.rank for x in task.living_members())
         why = f"{limit} reattempts in place did not help, the processes start again: {why}"
     yield _open_or_escalate(
-        state, task, severity, status, cause.node, ranks, why, evidence, root=cause.root
+        state,
+        task,
+        severity,
+        cause.status,
+        cause.node,
+        ranks,
+        why,
+        cause.evidence,
+        root=cause.root,
     )
     if not task.max_iteration and any(
         task.ranks[number].error == WRONG_INPUT for number in ranks if number in task.ranks
@@ -81,12 +84,14 @@ def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
     if left and task.heals_in_memory and not followed:
         names = " ".join(str(number) for number in spent)
         spent_why = f"rank {names} {_budget_spent(state)}, its slot is taken out"
-        yield _open_or_escalate(state, task, "SEV1", status, "", tuple(spent), spent_why, evidence)
+        yield _open_or_escalate(
+            state, task, "SEV1", cause.status, "", tuple(spent), spent_why, cause.evidence
+        )
         return
     slot = task.disabled_slots[followed[0]] if followed else None
     also = f", and before that on {slot.node}/{slot.index}" if slot is not None else ""
     last = f"{_budget_spent(state)}{also}: {why}"
-    yield _open_or_escalate(state, task, "SEV1", status, "", (), last, evidence)
+    yield _open_or_escalate(state, task, "SEV1", cause.status, "", (), last, cause.evidence)
     yield _close(state, task, "failed", last)
 
 

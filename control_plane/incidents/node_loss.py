@@ -34,12 +34,12 @@ def lost_nodes(
             second = f"rank {late[0].rank} {late[0].timeout_reason}"
             seq = min((stall.seq for stall in task.stalls.values()), default=0)
         elif not state.held and (node.replace or node.down_seq) and _is_replaced(state, task):
-            second, seq = (
+            second = (
                 f"its machine is off: {node.drain_reason}"
                 if node.down_seq
-                else f"silent for {state.policy.replace_after_s:g} s, the whole task on it",
-                node.down_seq,
+                else f"silent for {state.policy.replace_after_s:g} s, the whole task on it"
             )
+            seq = node.down_seq
         else:
             continue
         yield (

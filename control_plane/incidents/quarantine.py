@@ -55,7 +55,8 @@ def is_due(state: ClusterState, node: Node) -> bool:
 
 
 def _is_unusual(state: ClusterState, node: Node, num: int) -> bool:
-    """Whether the count is unlikely if all nodes fail equally often."""
+    """Whether the count is unlikely if all nodes fail equally often. If all of them fail often, to
+    remove one costs more than its next fault."""
     mean = max(sum(_num_counting(state)) - num, 0) / max(len(state.nodes) - 1, 1)
     fewer = math.fsum(math.exp(-mean) * mean**k / math.factorial(k) for k in range(num))
     return len(state.nodes) * (1 - fewer) < UNUSUAL_SHARE_MAX

@@ -44,14 +44,26 @@ UNBOUND = (*LIMITS_BY_NAME, FLOORLESS, SPARELESS, ALPHALESS)
 
 
 def plan_record(state: ClusterState, snapshot: PlanningSnapshot, choice: Choice) -> PlanChosen:
+    """The record of a plan of the cluster `state`."""
     problem = snapshot.problem
     most = {demand.task: state.tasks[demand.task].spec.slots.max for demand in problem.demands}
+    return replace(
+        record_of(problem, choice, most),
+        trigger=state.replan,
+        kept=kept(snapshot),
+        input=digest(state, snapshot),
+        ideal_waf=ideal_waf(snapshot.all_demands, snapshot.num_slots_all),
+    )
+
+
+def record_of(problem: PlanProblem, choice: Choice, most: Mapping[int, int]) -> PlanChosen:
+    """The record without the fields that need a cluster's state. `most`: slots.max by task."""
     plan = choice.plan
     objective = objective_flop(problem, plan.slots)
     others = with_distances(problem, choice.alternatives, objective)
     bound, bound_tasks = binding_constraint(problem, choice, most)
     return PlanChosen(
-        trigger=state.replan,
+        trigger="",
         num_slots=problem.num_slots,
         allocations=choice.allocations,
         waf=plan.waf,
@@ -66,9 +78,6 @@ def plan_record(state: ClusterState, snapshot: PlanningSnapshot, choice: Choice)
         below_floor=tuple(constraints.below_floor(problem, plan.slots)),
         hot_spare=choice.spare,
         alpha=problem.alpha,
-        kept=kept(snapshot),
-        input=digest(state, snapshot),
-        ideal_waf=ideal_waf(snapshot.all_demands, snapshot.num_slots_all),
     )
 
 

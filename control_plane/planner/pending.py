@@ -53,8 +53,9 @@ def prices(problem: PlanProblem, plan: Plan) -> dict[int, Price]:
     It holds once the plan is carried out and every task is healthy: then `choose_plan` gives the
     task slots from `times` its present weight on. Hysteresis (`gain_min`) is a cost of change.
 
-    If there are too many, the first tasks are priced, and none if no single weight decides. A task
-    that no weight can run has no price.
+    If there are too many, the first tasks are priced. There are no prices under floors, alpha,
+    different priorities or a possible hot spare: no single weight decides there. A task that no
+    weight can run has no price.
     """
     if not has_prices(problem):
         return {}

@@ -41,7 +41,8 @@ class PlanningSnapshot(Struct, frozen=True, kw_only=True):
 
 def planning_snapshot(state: ClusterState, *, without: str = "") -> PlanningSnapshot:
     """The snapshot for a plan now, or after a drain of the node `without`. A task that is ending,
-    or pinned, keeps its slots, except those in which another task already has a seat."""
+    or pinned (`is_pinned`), keeps its slots: the plan cannot give them to others. Slots in which
+    another task already has a seat are excepted."""
     slots = (
         [slot for slot in allocatable_slots(state) if slot.node != without]
         if without

@@ -85,8 +85,10 @@ class Coordinator:
     Each turn takes the new reports and operators' writes, and if the intake is empty expired
     deadlines and leases. It decides on them in order and appends the records in one write; only
     then it answers, publishes and trims. After Conflict, Ambiguous or Unavailable the log is folded
-    again. Retries after Unavailable have no limit, since ranks continue without a leader. Whenever
-    it ends, nothing is lost: the intake's cursor moves only with the append.
+    again. Retries after Unavailable have no limit, since ranks continue without a leader.
+
+    Whenever it ends, nothing is lost: the intake's cursor moves only with the append, an append in
+    flight is atomic, and the next leader folds the log.
     """
 
     def __init__(
@@ -179,7 +181,8 @@ class Coordinator:
         return self._leader.answers.get(f"operator/{request_id}")
 
     async def find_leader(self) -> str:
-        """The leader's URL, "": its own. Waits; raises Unavailable after `call_s_max`."""
+        """The leader's URL; "": this control plane leads. Waits for a leader; raises Unavailable
+        after `call_s_max`."""
         await self._with_timeout(self._leader_known.wait(), Unavailable("no control plane leads"))
         return self.leader_url
 

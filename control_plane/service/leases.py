@@ -71,8 +71,8 @@ class Leases:
 
     def verdicts(self, state: ClusterState) -> Iterator[Body]:
         """Yield, by node, the changes as of the last observation that the state does not have yet.
-        This is asked after each batch of reports, so it looks only at nodes that may have a
-        change."""
+        Later heartbeats are unknown, so the time of the observation counts, not the present. This
+        is asked after each batch of reports, so it looks only at nodes that may have a change."""
         policy, now_s = state.policy, self._observed_s
         names = self._late.union(state.unreachable)
         suspected = suspects(state) if names else ()

@@ -74,7 +74,8 @@ class Sealer:
 
     async def _next_records(self, seq_max: int) -> list[Record]:
         """The records of the next segment, up to `seq_max`: whole reports, each with all of its
-        decisions, as a leader could have written them."""
+        decisions, so that a log that ends with a segment is one that a leader could have
+        written."""
         num_max = self._leader.state.policy.seal_records
         while True:
             found = await self._log.read(after=self._log.sealed_seq, num_max=num_max + 1)

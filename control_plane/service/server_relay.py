@@ -1,6 +1,8 @@
 """The relay to the log's server: agents on other hosts reach it at the control plane's address.
 
-Each connection at its port is passed on byte by byte; with a certificate, its TLS ends here.
+The embedded server listens on this machine only. Each connection at the relay's port is passed on
+to it byte by byte; with a certificate, its TLS ends here. Agents need not reach Sentinels: the
+relay asks them for each connection.
 """
 
 import asyncio
@@ -48,7 +50,8 @@ class ServerRelay:
         find_server: Callable[[], Awaitable[tuple[str, int]]] | None = None,
     ) -> None:
         name, url, _ = network_address.split_sentinels(redis_url)
-        self._to, self._find_server = urlsplit(url), find_server if name else None
+        self._to = urlsplit(url)
+        self._find_server = find_server if name else None
         self._admission = Admission(num_max)
         self._passing: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None

@@ -128,7 +128,9 @@ _decoder = msgspec.msgpack.Decoder(ClusterState)
 
 
 def encode_state(state: ClusterState) -> bytes:
-    """The whole state as msgpack: one encoding of a log, as maps keep the order of its records."""
+    """The whole state as msgpack. Maps keep the order in which the log filled them. So a log has
+    exactly one encoding, also if the fold continued from a snapshot, and states can be compared by
+    digest."""
     return _encoder.encode(state)
 
 

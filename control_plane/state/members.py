@@ -13,7 +13,8 @@ from .task import HeldState, Rank, Task
 
 def awaited(task: Task) -> Literal["", "processes", "members"]:
     """Which processes the task waits for: its members while it quiesces or reconfigures, else
-    starting processes. Ranks that heal in memory end on their own once one has finished."""
+    starting processes. Once a rank of a task that heals in memory has finished, the task waits for
+    none: each rank ends on its own."""
     if task.heals_in_memory and task.finished:
         return ""
     return "members" if task.phase in ("quiescing", "reconfiguring") else "processes"
@@ -69,7 +70,8 @@ def has_layouts(task: Task) -> bool:
 
 def is_complete(task: Task, ranks: Sequence[Rank], step_version: int = -1) -> bool:
     """Whether these ranks hold the complete state, at least one of them at `step_version` or later.
-    Ranks of a generation that are one step apart count as equal: all can take that step."""
+    Some ranks of a generation may be one step ahead. The others reached the end of the same
+    iteration and can take this step too, so both versions count as the same state."""
     train = task.spec.training
     if train is None or train.parallel.is_plain:
         return any(rank.has_state and rank.step_version >= step_version for rank in ranks)

@@ -95,7 +95,8 @@ def update_mtbf(state: ClusterState) -> None:
 
 # --- downtime of transitions ---
 def transition(state: ClusterState, task: Task) -> Transition:
-    """D_transition by kind of change: the median of recent ones, else the policy's prior."""
+    """D_transition by kind of change: the median of recent ones, else the policy's prior. For a
+    preemption (`stop_s`) it is the time to stop plus the time to start again later."""
     prior_s = state.policy.transition_s
 
     def usual_s(kind: str, else_s: float) -> float:

@@ -5,9 +5,11 @@
     SEQ-EPOCH-DIGEST.usage                 figures of the records until SEQ, which ends a segment
     FIRST-PREV.pruned                      the segments before record FIRST were pruned
 
+A name has all that the chain needs: the digest of the file's bytes, and that of the segment before.
 So the name of the newest segment, the head, determines the whole sealed log. The log's server holds
-it, and moves it by a script that is fenced by the epoch. Without the server, the longest chain
-counts. Files are written whole, and never changed.
+it, and moves it by a script that is fenced by the epoch: two leaders may write files, and only one
+of them moves the head. Without the server, the longest chain counts. Files are written whole, and
+never changed.
 """
 
 from __future__ import annotations

@@ -20,10 +20,8 @@ from .envelope import FORMER_NAMES, IGNORABLE, KINDS, VERSIONS, Record, Report
 from .types import Body
 
 T = TypeVar("T")
-_DOUBLE, _FLOAT = (
-    re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]"),
-    re.compile(rb"\xca[\x7f\xff][\x80-\xff]"),
-)
+_DOUBLE = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]")
+_FLOAT = re.compile(rb"\xca[\x7f\xff][\x80-\xff]")
 """Bytes with which a NaN or an infinity begins in msgpack: a quick first look. msgspec writes them
 as null in JSON and could not read them back."""
 

@@ -1,13 +1,17 @@
-"""Job files, policy files, and the YAML reader."""
+"""Job files, policy files, and the YAML readers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from unicron.cli.files import job_file
 from unicron.cli.files.job_file import load_policy as read_policy
-from unicron.cli.files.job_file import read_yaml
+from unicron.cli.files.job_file import read_large, read_yaml
 from unicron.events import object_storage
 from unicron.events.errors import SpecError, UsageError
 from unicron.events.spec.policy import BOUNDS, Policy
@@ -330,7 +334,7 @@ def test_an_endless_policy_file_is_refused() -> None:
         read_policy(Path("/dev/zero"))
 
 
-# --- the YAML reader ----------------------------------------------------------------------------
+# --- the YAML readers ---------------------------------------------------------------------------
 WRONG = [
     "a: 1\na: 2",
     "a: {b: 1, b: 2}",
@@ -353,8 +357,66 @@ WRONG = [
 ]
 
 
+PLAIN = [
+    *("1e-3", "1.5", ".5", "1.", "-3", "010", "6.02e23", "+7", "1e400", "0x10", "1_000", ".inf"),
+    *("-.INF", ".nan", "NaN", "true", "False", "null", "~", "", "no", "on", "2026-01-01", "1:30"),
+    *("'1e-3'", "'true'", '"7"', "&x 3", "!!str 3", "!!int '3'", "<<"),
+    *("|\n  text\n", ">-\n  a\n  b"),
+]
+
+keys = st.integers(-10, 10**18) | st.text(max_size=4)
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**18), 10**18)
+    | st.text(max_size=6)
+    | st.floats(allow_nan=False),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(keys, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def result_or_refusal(read: Callable[[str], object], text: str) -> str:
+    """The repr of the value that was read (so 1, 1.0 and True differ), or the refusal."""
+    try:
+        return repr(read(text))
+    except SpecError as error:
+        return f"{error}: {error.hint}"
+
+
+@pytest.mark.parametrize("scalar", PLAIN)
+@pytest.mark.parametrize("around", ["a: {}", "{}", "- {}\n- 2", "{}: 1"])
+def test_both_readers_read_the_same_scalars(scalar: str, around: str) -> None:
+    text = around.replace("{}", scalar)
+    assert result_or_refusal(read_large, text) == result_or_refusal(read_yaml, text)
+
+
 @pytest.mark.parametrize("text", WRONG)
-def test_what_is_not_strict_yaml_is_refused(text: str) -> None:
+def test_what_is_not_strict_yaml_is_refused_by_both_readers(text: str) -> None:
     with pytest.raises(SpecError) as error:
         read_yaml(text)
     assert error.value.hint
+    assert result_or_refusal(read_large, text) == f"{error.value}: {error.value.hint}"
+
+
+@given(values, st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_both_readers_read_the_same_documents(value: object, flow: bool) -> None:
+    text = yaml.safe_dump(value, default_flow_style=flow, allow_unicode=True)
+    assert result_or_refusal(read_large, text) == result_or_refusal(read_yaml, text)
+
+
+def test_plain_data_does_not_need_the_strict_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not yaml.__with_libyaml__:
+        pytest.skip("this PyYAML has no libyaml")
+    monkeypatch.delattr(job_file, "read_yaml")
+    assert read_large("a: {8: 1.0e15}\nb: [x, 'y', -2, null, true]\n") == {
+        "a": {8: 1.0e15},
+        "b": ["x", "y", -2, None, True],
+    }
+    assert read_large("") is None
+
+
+def test_large_files_are_read_without_libyaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yaml, "__with_libyaml__", False)
+    assert read_large("a: {8: 1.0e15}") == {"a": {8: 1.0e15}}

@@ -287,7 +287,7 @@ def explanation(page: list[str]) -> list[str]:
     ]
 
 
-def test_a_plan_has_one_explanation_live_and_in_a_dry_run(ask: Any) -> None:
+def test_a_plan_has_one_explanation_live_in_a_dry_run_and_offline(ask: Any) -> None:
     d, _, _ = two_tasks(BETA)
     tried = ask(Told(d), without=("n3",))
     d.tell("operator/drain", r.NodeDrained(node="n3", reason=""))
@@ -299,9 +299,10 @@ def test_a_plan_has_one_explanation_live_and_in_a_dry_run(ask: Any) -> None:
     recorded = d.state.plan
     assert recorded is not None
     assert choice.allocations == recorded.allocations
-    told = [explanation(one) for one in (live, tried)]
+    page = plan_screen.offline({**plain_of(dry_run.of_problem(snapshot, 2)), "took_s": 0.1}, "-")
+    told = [explanation(lines) for lines in (live, tried, page)]
     assert len(told[0]) == 5, live
-    assert told[0] == told[1]
+    assert told[0] == told[1] == told[2]
 
 
 def test_a_past_plan_is_explained_from_the_log(ask: Any) -> None:

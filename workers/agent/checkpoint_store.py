@@ -2,7 +2,8 @@
 
 The agent listens, and starts the store (workers/checkpoint_store) when a rank connects; the shim
 holds both for the next agent. So a node without checkpoints has no such process, and the address
-never changes.
+never changes. If the store exits before it held a checkpoint, nothing was lost, and the agent waits
+longer before each restart.
 """
 
 import asyncio
@@ -79,12 +80,9 @@ class CheckpointStore:
         self.endpoint = network_address.endpoint(host, self._listener.getsockname()[1])
         running = shim.held.get(STORE_PROCESS)
         if running is not None:
-            # It may have held a checkpoint: if it exits, that is reported.
-            self.pid, self._socket, self._has_stored = (
-                running.pid,
-                socket.socket(fileno=running.files[0]),
-                True,
-            )
+            self.pid = running.pid
+            self._socket = socket.socket(fileno=running.files[0])
+            self._has_stored = True  # perhaps: if it exits, that is reported
             self._loop.add_reader(self._socket, self._on_message)
             return
         self._hold()

@@ -1,8 +1,9 @@
 """Publishes a checkpoint: moves `<output>/latest` forward, never back.
 
-In a folder, `latest` is a link that is replaced atomically under a lock; at a URL a small object.
-If two agents publish to a URL at the same moment, it may name the older checkpoint; a restart is
-not affected: the log says which checkpoint is published.
+In a folder, `latest` is a link that is replaced atomically under a lock. A URL has neither links
+nor locks: there it is a small object that is written in one request. If two agents publish to a URL
+at the same moment, it may name the older checkpoint; a restart is not affected: the log says which
+checkpoint is published.
 """
 
 import asyncio
@@ -69,8 +70,9 @@ class Publisher:
 
 
 class _Note(Struct, frozen=True, kw_only=True):
-    """The last order that moved `latest`, and the `at_s` of its record: it shows that the orders of
-    a new log of the same cluster, numbered from 1 again, are later."""
+    """The last order that moved `latest`, and the `at_s` of its record. Within one log `at_s` never
+    decreases. A new log of the same cluster numbers its orders from 1 again; `at_s` shows that they
+    are later."""
 
     cluster: str
     order: int
@@ -83,9 +85,10 @@ class _Note(Struct, frozen=True, kw_only=True):
 def publish(
     *, cluster: str, order: int, at_s: float, task: int, generation: int, output: str, path: str
 ) -> None:
-    """Point `<output>/latest` at `path`, which is relative to `output`. An order older than the
-    last executed one is refused; a repeated one does no harm. Blocks on the disk. Raises
-    PublishRefused, Superseded, OSError."""
+    """Point `<output>/latest` at `path`, which is relative to `output`. In a folder this is one
+    compare-and-set under a lock file. An order older than the last executed one is refused; a
+    repeated one does no harm. Blocks on the disk: call it in a thread. Raises PublishRefused,
+    Superseded, OSError."""
     relative = PurePosixPath(path)
     if relative.is_absolute() or ".." in relative.parts or not relative.parts:
         raise PublishRefused(f"{path!r} is not a path inside the output folder")

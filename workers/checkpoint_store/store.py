@@ -90,7 +90,8 @@ class CheckpointStore:
     def reserve(self, offer: Offer) -> mmap.mmap:
         """Reserve memory for an incoming share. If memory is short, shares are removed: first those
         that have a newer one of the same number, in order of arrival; then the last one of this
-        number of this task. If the new one is refused (StoreRefused), none is removed."""
+        number of this task. The last share of another number or task is never removed. If the new
+        one is refused (StoreRefused), none is removed."""
         with self._lock:
             if offer.task in self._ended:
                 raise StoreRefused(f"task {offer.task} has ended")
@@ -234,7 +235,8 @@ class CheckpointStore:
 
 
 def bytes_max(environment: Mapping[str, str]) -> int:
-    """Memory for checkpoints; by default a quarter of what is available. Raises UsageError."""
+    """Bytes of memory for checkpoints; by default a quarter of what is available, within the
+    container if there is one. Raises UsageError."""
     if BYTES_MAX in environment:
         text = environment[BYTES_MAX]
         if not (text.isascii() and text.isdigit()):

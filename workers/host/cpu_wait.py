@@ -16,7 +16,9 @@ def cpu_wait_s(pid: int) -> float:
 
 
 class CpuWait:
-    """The sum of the CPU waits of all threads that call `in_s`, each from its first call on."""
+    """The sum of the CPU waits of all threads that call `in_s`, each from its first call on. Call
+    it from one thread at a time; only one of them works at a time. A read takes about a
+    microsecond."""
 
     def __init__(self) -> None:
         self._fds: dict[int, int] = {}

@@ -11,7 +11,8 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 def folders_of(process: Path, cgroups: Path = CGROUPS) -> Iterator[tuple[list[Path], bool]]:
     """Yield the cgroup of a process (its folder in /proc), then those around it up to the root; and
-    whether it is of cgroup v1. In a container only the root may be there."""
+    whether it is of cgroup v1. In a container the path may be the host's: then only the root is
+    there."""
     try:
         lines = (process / "cgroup").read_text("utf-8", "replace").splitlines()
     except OSError:

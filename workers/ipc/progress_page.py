@@ -1,10 +1,13 @@
 """The progress page: shared memory in which a rank writes progress marks, and its agent reads them.
 
-A mark costs a microsecond and never blocks. The agent can read while the rank holds the
-interpreter's lock, loops or is stopped. The page is a memfd, passed at the start like the pipe.
+A mark costs a microsecond and never blocks. At the start and the end of a wait for other ranks, the
+rank also reads from the kernel how long it has waited for a core. The agent can read while the rank
+holds the interpreter's lock, loops or is stopped. The page is a memfd, passed at the start like the
+pipe.
 
 Layout: two places for the newest mark, written in turn, so that one is always complete; then a ring
-of the last finished iterations. A complete record begins and ends with the same counter.
+of the last finished iterations. A complete record begins and ends with the same counter. Times are
+of CLOCK_MONOTONIC, which is the same for all processes of a host.
 """
 
 import mmap
@@ -53,7 +56,8 @@ class Mark(NamedTuple):
 
 
 class FinishedIteration(NamedTuple):
-    """`num` counts from 1. `own_s` excludes waits for other ranks, and waits for a core."""
+    """`num` counts from 1. `own_s` excludes waits for other ranks, and waits for a core: on a
+    shared machine these say nothing about the rank."""
 
     num: int
     generation: int

@@ -44,7 +44,8 @@ log = structlog.get_logger()
 
 
 def expected_position(start: StartRank, train: Train) -> tuple[Axes, int]:
-    """The layout and position for which a process builds before the first Reconfigure."""
+    """The layout and position for which a process builds before the first Reconfigure. If that has
+    another part, the process builds again."""
     axes = start.axes or next(
         train.parallel.layouts(start.num_seats, train.num_micro_batches), Axes()
     )
@@ -54,7 +55,8 @@ def expected_position(start: StartRank, train: Train) -> tuple[Axes, int]:
 
 class Member:
     """One rank's process, from RankReady to RankFinished. `generation` is the newest that an order
-    named, `joined` whether the member is in it."""
+    named, `joined` whether the member is in it. Outside a generation, the member keeps its state
+    and waits for the next order."""
 
     def __init__(
         self,
@@ -413,7 +415,8 @@ class Member:
 
     def _exit_if_too_many_abandoned(self, outcome: Outcome) -> None:
         """Exit if too many abandoned collectives wait: at most one member after a step, whose state
-        of this or the previous step its peers hold."""
+        of this or the previous step its peers hold. A member does not exit if no peer holds its
+        state, or if it is done."""
         num_members = self.communicators.num_members
         if (
             outcome == "stepped"

@@ -1,8 +1,14 @@
 """The process of one training rank: `python -m unicron.workers.training.rank --fd N --pulse M`.
 
 It reads StartRank from the agent's socket N, imports torch and Megatron, builds, reports RankReady,
-then carries out orders (member.py). It exits with code 0 after RankFinished, 1 after RankErrored,
-and as control_thread.py says; on SIGTERM immediately: a rank needs no cleanup.
+then carries out orders (member.py). It exits
+
+- with code 0 after RankFinished;
+- with code 1 after RankErrored, at any exception that ends one of its own threads;
+- with code 3 as soon as the agent's end of the socket is closed;
+- with code 4 if its wait cannot be interrupted, or if it has abandoned too many collectives
+  (process/control_thread.py);
+- on SIGTERM immediately: a rank needs no cleanup, and a checkpoint appears only when complete.
 
 Environment: UNICRON_HOST, the address at which other ranks reach this one (default 127.0.0.1);
 UNICRON_TRACE_DIR (process/trace.py); UNICRON_BACKEND (communicators/communicators.py). The agent
@@ -101,7 +107,8 @@ def preload() -> None:
     from .model import cpu_device
 
     with cpu_device.uncompiled():
-        # This imports torch._dynamo too, in 0.8 s, as else each process's first optimizer would.
+        # This imports torch._dynamo too (0.8 s). Otherwise the first optimizer of each process
+        # would, also of a rank that is forked while the survivors wait for it.
         known_versions.require_parts()
 
         from . import member as training_member

@@ -100,7 +100,9 @@ def _plain(value: Any) -> str:
 
 def read(records: Callable[[], Iterable[Record]], source: str) -> Recording:
     """Verify a log, then measure it. Raises UsageError if that fails, or if no task trained."""
-    reader, specs, tables = FaultReader(), dict[int, JobSpec](), dict[int, ThroughputSet]()
+    reader = FaultReader()
+    specs: dict[int, JobSpec] = {}
+    tables: dict[int, ThroughputSet] = {}
 
     def watch(state: ClusterState, record: Record) -> None:
         reader.see(state, record)

@@ -2,7 +2,8 @@
 
 The same seed draws the same trace on every machine: all values come from `random()`, which Python
 guarantees, and times are rounded to milliseconds. Each quantity of each node has its own random
-stream. A fault of a node that is away is left out.
+stream. So other repairs or causes do not change the times of faults, and additional nodes do not
+change the faults of the others. A fault of a node that is away is left out.
 """
 
 import math

@@ -1,6 +1,7 @@
 """Joins the control plane: POST /v1/join with the token returns the address of the log.
 
-An agent of another host exchanges its token, once, for an identity: a secret that it makes.
+An agent of another host exchanges its token, once, for an identity: a secret that it makes and
+keeps in a file. The control plane keeps its hash alone.
 """
 
 import asyncio

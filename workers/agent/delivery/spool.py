@@ -1,14 +1,17 @@
 """The spool: the agent's unacknowledged reports, numbered, bounded, stored in a file.
 
 A full spool drops first each MemoryCheckpointStored that a newer one follows; then the oldest
-TaskProgressed and IterationsLogged; then the oldest of the rest, faults last; never NodeJoined. It
-drops from the slots whose ranks hold more than their quota, and only then from all. Adjacent
-dropped reports become one ReportsLost with the number of the last; if one of them was sent, that
-counts as a duplicate.
+TaskProgressed and IterationsLogged (the loss curve gets a gap); then the oldest of the rest, faults
+last; never NodeJoined, without which the log would not know the node. It drops in this order from
+the slots whose ranks hold more than their quota, and only then from all, so that one rank that
+reports too much does not cost the others their reports. Adjacent dropped reports become one
+ReportsLost with the number of the last. If one of them was already sent, it may still reach the
+log; its ReportsLost then counts as a duplicate.
 
 The file is also the agent's journal: it stores notes by key, of which the newest counts. If the
 agent restarts, its successor continues the file; the next incarnation only delivers it. The file
-survives SIGKILL, but not a power cut. If the disk is full, reports are held in memory.
+survives SIGKILL, but not a power cut. If the disk is full, reports are held in memory until the
+file can be written again.
 """
 
 import contextlib
@@ -350,9 +353,12 @@ def _is_superseded(entries: list[_Entry]) -> Callable[[_Entry], bool]:
         if isinstance(body := entry.report.body, reports.MemoryCheckpointStored):
             newest[body.task, body.rank, body.node] = entry
     last = {id(entry) for entry in newest.values()}
-    return lambda entry: (
-        isinstance(entry.report.body, reports.MemoryCheckpointStored) and id(entry) not in last
-    )
+
+    def is_superseded(entry: _Entry) -> bool:
+        is_stored = isinstance(entry.report.body, reports.MemoryCheckpointStored)
+        return is_stored and id(entry) not in last
+
+    return is_superseded
 
 
 def _is_progress(entry: _Entry) -> bool:

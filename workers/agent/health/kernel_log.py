@@ -94,8 +94,9 @@ class KernelLog:
         self._num_skipped = 0
 
     def killed(self, pid: int) -> str | None:
-        """The kernel's line on the OOM kill of this process, which is written before it is reaped;
-        None: there is none. In another pid namespace (most containers) always None."""
+        """The kernel's line on the OOM kill of this process; None: there is none. Reads to the end
+        of the log first: the kernel writes the line before the process can be reaped. In another
+        pid namespace (most containers) always None, because the kernel's pids differ."""
         self._read()
         return self._killed.get(pid)
 

@@ -54,7 +54,8 @@ class GrowthCounter:
 
 
 class _Port:
-    """An InfiniBand or Ethernet port: link state, best rate, flaps. Never up: unused, ignored."""
+    """An InfiniBand or Ethernet port: link state, best rate, flaps. A port that was never up is
+    ignored: unused ports are common."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name

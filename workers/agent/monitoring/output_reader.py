@@ -1,4 +1,8 @@
-"""Reads the output of the node's commands as it grows; reports their iterations, and hangs."""
+"""Reads the output of the node's commands as it grows; reports their iterations, and hangs.
+
+One look reads all logs in one thread: at most LOOK_BYTES_MAX together, or RANK_BYTES_MIN of each if
+there are many. Of a log that grows faster only the end is read.
+"""
 
 from __future__ import annotations
 

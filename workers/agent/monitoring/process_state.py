@@ -1,4 +1,8 @@
-"""Reads from /proc what a stalled process does: one that holds its GIL could not answer itself."""
+"""Reads from /proc what a stalled process does, in any state of the process.
+
+Nothing is sent to the process or injected into it: one that holds its GIL, or is stopped by a
+debugger, could not answer.
+"""
 
 import os
 import socket

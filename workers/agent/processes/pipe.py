@@ -19,8 +19,9 @@ _READ_BYTES = 256 << 10
 class Pipe:
     """Sends frames. Calls `on_frame` for each received frame, `on_broken` for an invalid one. A
     frame leaves the socket only after `on_frame`, so that the next agent finds it if this one is
-    killed; of a frame above WHOLE_BYTES_MAX the parts leave as they come. `fd`: the agent's end, if
-    the rank has the other one already."""
+    killed; of a frame above WHOLE_BYTES_MAX the parts leave as they come. A closed pipe is not
+    reported, because the pidfd reports the rank's exit. `fd`: the agent's end, if the rank has the
+    other one already."""
 
     def __init__(
         self,

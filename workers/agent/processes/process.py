@@ -1,7 +1,8 @@
 """One process of a rank: starts it, monitors its pidfd, ends and reaps it with its descendants.
 
 It leads its own session, and dies with its parent, the shim. It is reaped after all others of its
-group: until then the kernel cannot reuse its pid.
+group: until then the kernel cannot reuse its pid, which is also the number of its group and
+session, so a signal to the group hits no stranger.
 """
 
 from __future__ import annotations

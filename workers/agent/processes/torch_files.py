@@ -28,7 +28,8 @@ def error_file_of(log_path: Path, folder: Path) -> Path:
 
 
 def read(path: Path, uid: int) -> TorchError | None:
-    """Read an error file of the user `uid`; None if it is missing or invalid. Never blocks."""
+    """Read an error file of the user `uid`; None if it is missing or invalid. Never blocks: it
+    reads only regular files, of at most FILE_BYTES_MAX."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (OSError, ValueError):

@@ -83,7 +83,8 @@ class Zygote:
 
     def fork(self, env: Mapping[str, str], *files: int) -> int:
         """Fork a rank and return its pid. On failure, close the zygote and raise OSError. `files`:
-        the rank's log, its end of the pipe, and its progress page if it has one."""
+        the rank's log, its end of the pipe, and its progress page if it has one. The rank becomes a
+        child of the shim. If it exists despite an OSError, its closed pipe ends it."""
         assert self._socket is not None, "the zygote does not run"
         try:
             self._socket.settimeout(FORK_S_MAX)

@@ -54,7 +54,8 @@ log = structlog.get_logger()
 
 
 class Declined(UsageError):
-    """In-memory recovery does not support this loop: a fault restarts all processes of the task."""
+    """In-memory recovery does not support this loop; the message gives the reason. The control
+    plane has been told: a fault restarts all processes of the task."""
 
 
 class Job:
@@ -128,13 +129,15 @@ class Job:
 
     @property
     def loss(self) -> float:
-        """The loss of the whole batch in the last completed iteration; equal on all ranks."""
+        """The loss of the whole batch in the last completed iteration; equal on all ranks of the
+        layout."""
         return self._driver.iteration.history.last[0]
 
     @property
     def auxiliary_losses(self) -> dict[str, float]:
         """The auxiliary losses of a mixture of experts in the last completed iteration, by name in
-        Megatron: the mean over layers and all micro-batches, without the coefficient."""
+        Megatron: the mean over layers and all micro-batches, without the coefficient. Megatron's
+        own log of them is cleared in each step."""
         return dict(self._driver.iteration.trainee.experts.losses)
 
     @property
@@ -143,8 +146,8 @@ class Job:
         return self._driver.iteration.history.last[1]
 
     def history(self, first: int) -> dict[int, tuple[float, float]]:
-        """Loss and duration of each completed iteration from `first` on, except those before a
-        restart of the whole task."""
+        """Loss and duration (in seconds) of each completed iteration from `first` on, also of those
+        before this process joined, but not of those before a restart of the whole task."""
         history = self._driver.iteration.history
         return {
             iteration: (

@@ -1,7 +1,9 @@
 """A torch DataLoader as the data of a custom loop: its batches by their number.
 
-Its workers read ahead the batches of the micro-batches that this process is expected to run next.
-After a fault it may need others, and some again.
+A DataLoader gives its batches in one order. After a fault a process needs batches of others, and
+some again. Here its sampler still decides the order, epoch after epoch, as in a loop over the
+DataLoader in one process. But its workers read the batches by number: those of the micro-batches
+that this process is expected to run next.
 """
 
 import random
@@ -49,8 +51,13 @@ class _Failed(NamedTuple):
 
 class LoaderBatches:
     """`sample` of `adopt`: micro-batch m of iteration i is batch `i * micro_batches + m` of the
-    DataLoader, counted over its epochs. The workers are forked here, before there are connections
-    that they would keep open. Raises UsageError without random access."""
+    DataLoader, counted over its epochs.
+
+    The generators of torch, Python and numpy are seeded for each batch of the dataset and for each
+    epoch of the sampler, so a random augmentation is equal in every process. The workers are forked
+    here, before there are connections to other ranks that they would keep open. Raises UsageError
+    if the DataLoader has no random access.
+    """
 
     def __init__(
         self, loader: DataLoader[Any], micro_batches: int, iterations: int, seed: int

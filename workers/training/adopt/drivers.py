@@ -42,8 +42,12 @@ log = structlog.get_logger()
 
 class RestartOnlyDriver:
     """Takes the place of a Member and trains without in-memory recovery: a single process, or one
-    started by a launcher such as torchrun or by an agent. With an agent it writes checkpoints and
-    resumes from the last one. Raises UsageError for a loop that cannot be trained."""
+    started by a launcher such as torchrun or by an agent.
+
+    With an agent and an `output` it writes checkpoints and resumes from the last one. With
+    `copy_every` it also stores its state in memory, and resumes from that if it is newer. Raises
+    UsageError for a loop that cannot be trained.
+    """
 
     def __init__(
         self,
@@ -141,11 +145,8 @@ class RestartOnlyDriver:
 
     def _store(self) -> None:
         """Store the state in memory, if that is due and no process still sends its last one."""
-        at, iteration, trainee = (
-            self.iteration.step_version,
-            self.iteration,
-            self.iteration.trainee,
-        )
+        iteration = self.iteration
+        at, trainee = iteration.step_version, iteration.trainee
         if (
             self._memory is not None
             and at % self._train.copy_every == 0

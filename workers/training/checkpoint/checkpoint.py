@@ -89,8 +89,9 @@ def save(folder: str, trainee: TrainingModel, step_version: int, history: Histor
 
 def load(folder: str, trainee: TrainingModel, history: History) -> int:
     """Read this member's part of the state into its live tensors; returns the step version. Raises
-    UsageError if the checkpoint is damaged or another one, and RuntimeError if it cannot be read
-    now. The state is then undefined."""
+    UsageError if the checkpoint is damaged, missing, or of another model or precision, and
+    RuntimeError if it cannot be read now. If a read fails after its beginning, the state is
+    undefined."""
     try:
         stored = StoredState(folder)
         plain = stored.numbers()

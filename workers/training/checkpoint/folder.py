@@ -1,7 +1,8 @@
 """The folder of a checkpoint that several members write: a path, or an fsspec URL.
 
-At a path, a partial folder is renamed when the checkpoint is complete. At a URL, which has no
-rename, names differ by attempt, and `.metadata` comes last: a folder without it is partial.
+At a path, members write into a partial folder, which is renamed when the checkpoint is complete.
+Most object stores have no rename: at a URL, members write into the folder itself, under names that
+no other attempt uses, and `.metadata` comes last: a folder without it is partial.
 """
 
 import shutil
@@ -77,7 +78,9 @@ class Folder:
 
 
 def clear(output: str, generation: int) -> None:
-    """Remove partial checkpoints of earlier generations, also those that a member still writes."""
+    """Remove partial checkpoints of earlier generations. If a member of an earlier one still
+    writes, its write then fails: its checkpoint would not be published. If a removal fails, the
+    next generation tries again."""
     with suppress(OSError):
         if is_url(output):
             _clear_url(Store(output), generation)

@@ -1,6 +1,7 @@
 """The share of the state that a member saves: each element of the state is in one member's share.
 
-Pure: it depends only on the layout, the member's place in it, and the places that save.
+Pure: it depends only on the layout, the member's place in it, and the places that save. So members
+need not communicate, and checkpoints on disk and in memory have the same shares.
 """
 
 from collections.abc import Collection, Iterator, Sequence

@@ -31,7 +31,8 @@ class SnapshotLost(RuntimeError):
 
 
 def buffer_bytes(state: State) -> int | None:
-    """How much of a snapshot of this state `detach` may copy; None: all, of a state on a GPU."""
+    """How much of a snapshot of this state `detach` may copy; None: all. Of a state on a GPU it may
+    copy all: host memory is not what training needs."""
     if any(tensor.device.type == "cuda" for tensor in state.values()):
         return None
     state_bytes = sum(tensor.nbytes for tensor in state.values())
@@ -39,8 +40,9 @@ def buffer_bytes(state: State) -> int | None:
 
 
 class Snapshot:
-    """The values of `share` at the moment of construction. One thread iterates over `read`.
-    `limit_bytes`: how much `detach` may copy (None: all)."""
+    """The values of `share` at the moment of construction. One thread iterates over `read`; the
+    main thread calls `detach` before it changes the state. `limit_bytes`: how much `detach` may
+    copy (None: all)."""
 
     def __init__(self, share: State, limit_bytes: int | None) -> None:
         self.pieces: list[Shard] = []

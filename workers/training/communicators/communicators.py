@@ -297,7 +297,8 @@ class Communicators:
 
     @contextmanager
     def at_position(self, axes: Axes, place: int) -> Generator[Any]:
-        """Groups as `without_peers`, but also while a generation is up."""
+        """Groups as `without_peers`, but also while a generation is up: to build the part of a
+        position in any layout. Megatron's globals are restored at the end."""
         with private_torch.separate_groups(), private_megatron.globals_restored():
             yield _unconnected(axes, place)
 

@@ -29,8 +29,11 @@ GROUP_S_MAX = 10.0
 
 def build(axes: Axes, timeout_s: float) -> Any:
     """Build the ProcessGroupCollection of the position that is this torch.distributed rank. A
-    standby member gets single-member groups. `timeout_s` is the timeout of every collective. Roles
-    share a group, which is expensive, if they do in all layouts that differ only in dp."""
+    standby member gets single-member groups. `timeout_s` is the timeout of every collective.
+
+    Roles share a group, because each group is expensive. They do only if they share it in all
+    layouts that differ only in dp: handles are replaced by role (group_handles.py).
+    """
     place, world_size = dist.get_rank(), dist.get_world_size()
     alone = _group((place,), timeout_s)
     groups = dict.fromkeys(ROLES, alone)

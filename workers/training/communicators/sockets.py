@@ -64,7 +64,8 @@ def connect_to_listeners(excluded: Iterable[Inode], server_port: int, num: int) 
 
 def _others(excluded: Iterable[Inode], server_port: int) -> Iterator[socket.socket]:
     """Yield each TCP socket except `excluded` and those of our own store, as a duplicate that is
-    closed afterwards. Meanwhile its descriptor may have been reused for another inode."""
+    closed afterwards. The inode is checked again after the duplication: meanwhile the descriptor
+    may have been reused."""
     excluded = frozenset(excluded)
     for inode, descriptor in inodes().items():
         if inode in excluded:

@@ -53,7 +53,8 @@ class _World:
 )
 @contextmanager
 def separate_groups() -> Generator[None]:
-    """No group exists at first in this context; new ones leave the live ones, and end with it."""
+    """Within this context no process group exists at first, and new ones do not touch the live
+    ones. At the end they are no longer usable."""
     live: Any = distributed_c10d._world
     # The number of names is part of the name of a group whose members alone create it.
     world: Any = _World(live.group_count + SEPARATE_NUM_MIN, dict(live.pg_names))

@@ -1,8 +1,9 @@
 """The arguments of Megatron-LM's training loop that do not work in Unicron's loop, and why.
 
-What only Megatron-LM's other functions read works as ever. The keys are the names in `get_args()`.
-A test reads the loops of a clone, and compares; it has the arguments that work
-(tests/drivers/megatron_arguments.py).
+Megatron-LM's own functions build the model, the optimizer, the schedule and the datasets, so what
+only they read works as ever. The tables here are about its loops, which pretrain.py replaces. The
+keys are the names in `get_args()`. A test reads the loops of a clone, and compares; it has the
+arguments that work (tests/drivers/megatron_arguments.py).
 """
 
 from argparse import ArgumentParser

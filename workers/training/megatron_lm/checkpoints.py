@@ -1,6 +1,7 @@
 """`--load`, `--save` and what belongs to them: Megatron-LM's checkpoints of a script's run.
 
-Its own functions use collectives of all ranks, which a fault would leave half-done.
+Its own functions use collectives of all ranks, which a fault would leave half-done. Here each
+member reads its part (megatron_state.py), and all write in the background (megatron_format.py).
 """
 
 import copy

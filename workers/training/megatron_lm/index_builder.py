@@ -1,6 +1,8 @@
 """Compiles Megatron-LM's index builder for datasets, which a fresh clone lacks.
 
-Megatron-LM compiles it on rank 0; here the first process of a node does, before communicators are.
+Megatron-LM compiles it on rank 0, and the other ranks wait at a barrier. Here the ranks have no
+communicators at that time, so the first process of a node that needs it compiles it. The same is
+true of the index caches of the datasets.
 """
 
 import fcntl

@@ -1,7 +1,8 @@
 """Runs an unmodified pretraining script of Megatron-LM under an agent, with in-memory recovery.
 
-`unicron megatron SCRIPT ARGS...` replaces its process by `python -m` of this module. An error of
-the user before training ends the task: it would be the same at each start.
+`unicron megatron SCRIPT ARGS...` replaces its process by `python -m` of this module. It puts the
+script's folder on sys.path, replaces functions of Megatron-LM (pretrain.py) and runs the script as
+`__main__`. An error of the user before training ends the task: it would be the same at each start.
 """
 
 import os

@@ -1,4 +1,9 @@
-"""Megatron-LM's own loop, for arguments that cannot be healed in place: it restarts from memory."""
+"""Megatron-LM's own loop, for arguments that cannot be healed in place: it restarts from memory.
+
+Each process stores its state after every `loop.copy_every` iterations. After a fault all processes
+start again, in the same number, and the loop continues where a checkpoint of that iteration would
+let it continue.
+"""
 
 from collections.abc import Callable, Sequence
 from inspect import signature

@@ -1,10 +1,15 @@
 """Megatron-LM's `pretrain` with in-memory recovery; launcher.py puts it into the script.
 
 It uses Megatron-LM's parser, globals, model setup and datasets, and the script's providers and
-`forward_step`. Its loops replace `train` and `evaluate`. The arguments describe one replica:
-`get_num_microbatches()` counts the whole batch, and the number of ranks need not divide it.
-`args.rank`, `args.world_size`, `args.data_parallel_size` and `parallel_state` follow each
-generation.
+`forward_step`. Its loops replace `train` and `evaluate`:
+
+- samples are read from the dataset by index, in the order of Megatron-LM's sequential sampler, so
+  that a micro-batch is equal on every rank;
+- the arguments describe one replica: `get_num_microbatches()` counts the whole batch, and the
+  number of ranks need not divide it. `args.rank`, `args.world_size`, `args.data_parallel_size` and
+  `parallel_state` follow each generation;
+- the current members share the micro-batches of an evaluation;
+- the current last rank prints the progress line and writes to TensorBoard.
 """
 
 import argparse
@@ -427,7 +432,8 @@ class Pretraining:
                 setattr(args, name, tp * getattr(args, factor))
 
     def _record_steps(self, optimizer: Any) -> None:
-        """Keep what each step returns. No reference keeps the optimizer's memory."""
+        """Keep what each step returns. The optimizer is not referenced: its memory must be free as
+        soon as Unicron drops it."""
         found = weakref.ref(optimizer)
 
         def step() -> Any:

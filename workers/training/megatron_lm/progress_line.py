@@ -1,4 +1,7 @@
-"""Megatron-LM's progress line, validation lines and TensorBoard scalars, from Unicron's values."""
+"""Megatron-LM's progress line, validation lines and TensorBoard scalars, from Unicron's values.
+
+All ranks keep what they need, because any may become the last one, which prints and writes.
+"""
 
 import datetime
 import math

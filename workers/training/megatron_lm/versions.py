@@ -35,7 +35,8 @@ INTERFACES: Mapping[tuple[int, int], Interface] = {
 
 
 def interface() -> Interface:
-    """That of the megatron.core to be imported, which is only read. UsageError: it is not known."""
+    """The interface of the megatron.core that will be imported. Its version is read, not imported,
+    since what it has may not fit Unicron. Raises UsageError if the version is not known."""
     spec = find_spec("megatron")
     folders = spec.submodule_search_locations if spec is not None else None
     files = [

@@ -1,4 +1,7 @@
-"""Stand-ins for the GPU on a machine without CUDA, so that Megatron runs there."""
+"""Stand-ins for the GPU on a machine without CUDA, so that Megatron runs there.
+
+With CUDA, this module changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ _mode: CudaAsCpu | None = None
 
 def prepare_device() -> torch.device:
     """The training device. Without CUDA, the first call prepares this thread for the CPU. Raises
-    torch's error if this rank was given GPUs that CUDA cannot use."""
+    torch's error if this rank was given GPUs that CUDA cannot use: it must not train on the CPU."""
     global _mode
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if torch.version.cuda is not None and given not in ("", "-1"):

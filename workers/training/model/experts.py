@@ -2,7 +2,8 @@
 
 A router counts the tokens of experts with biases and adds up auxiliary losses: local sums of the
 micro-batches in this member's gradients. Megatron would reduce them in place and change the biases
-during the reduction, where a fault would leave some of it done. Here the step changes the biases.
+during the reduction, where a fault would leave some of it done. Here the reduction works on copies,
+and the step changes the biases.
 """
 
 import copy
@@ -177,7 +178,8 @@ def prepare(ddps: Sequence[Any], *, per_token: bool) -> None:
 
 
 def forget_groups() -> None:
-    """Drop the process groups in Megatron's log of auxiliary losses."""
+    """Drop the process groups in Megatron's log of auxiliary losses, which it keeps for the whole
+    process: a reference would keep dead connections open."""
     if _TRACKER is not None:
         for entry in _TRACKER().metrics.values():
             entry.reduce_group = entry.avg_group = None

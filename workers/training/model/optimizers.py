@@ -58,9 +58,10 @@ def sync_mirror(mirror: Any, optimizer: Any) -> None:
 
 @contextmanager
 def without_collectives() -> Generator[None]:
-    """Within this context, Megatron builds an optimizer without its collective, which would stall:
-    it gathers the parameter groups of all ranks, in case a stage lacks a group. None does: each has
-    a layer, with weights that decay and biases that do not."""
+    """Within this context, Megatron builds an optimizer without its collective: it gathers the
+    parameter groups of all ranks, in case a stage lacks a group. None does: each has a layer, with
+    weights that decay and biases that do not. The members do not build at the same time, so a
+    collective would stall."""
 
     def local(gathered: list[Any], mine: Any, group: Any = None) -> None:
         gathered[:] = [mine] * len(gathered)
@@ -74,7 +75,8 @@ def without_collectives() -> Generator[None]:
 
 @contextmanager
 def lowest_rate_of_schedule() -> Generator[None]:
-    """Within this context, parameter groups without `min_lr` get that of the schedule."""
+    """Within this context, parameter groups without `min_lr` get that of the schedule. Megatron
+    itself would compute with None."""
 
     def get_lr(self: Any, param_group: Any) -> Any:
         if param_group.get("min_lr") is None:
@@ -191,7 +193,8 @@ def parts(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def shards(optimizer: Any) -> dict[int, Any]:
-    """id of a parameter -> this member's shard of it, if any, in flat fp32."""
+    """id of a parameter -> this member's shard of it, in flat fp32: only parameters of which this
+    member has a shard, so none if the optimizer is whole."""
     return {
         id(param): shard
         for part in _distributed(optimizer)

@@ -26,7 +26,8 @@ class Text:
     def sample(
         self, seed: int, iteration: int, micro_batch: int, *, rows: int, sequence: int
     ) -> torch.Tensor:
-        """Samples: int64 [rows, sequence + 1]. A pure function of its arguments and the bytes."""
+        """Samples: int64 [rows, sequence + 1]. A pure function of its arguments and the bytes, so a
+        micro-batch is equal on every rank."""
         generator = torch.Generator()
         generator.manual_seed(seed_of(seed, 0, iteration, micro_batch))
         starts = torch.randint(0, len(self) - sequence, (rows, 1), generator=generator)
@@ -41,8 +42,8 @@ def carries_loss(tokens: torch.Tensor) -> torch.Tensor:
 
 def load(paths: Sequence[str], sequence: int) -> Text:
     """The files in this order; without files, the documentation of the running Python. END_CODE
-    separates files or topics. Raises UsageError if a file cannot be read or the text is shorter
-    than one sample."""
+    separates files or topics; one within a file also ends a document. Raises UsageError if a file
+    cannot be read or the text is shorter than one sample."""
     if paths:
         data = bytes([END_CODE]).join(_read(path) for path in paths)
         origin = ", ".join(paths)

@@ -221,7 +221,8 @@ class TrainingModel:
 
     def loss(self, tokens: Tensor) -> Tensor:
         """What a micro-batch [rows, sequence + 1] adds to the sum that `divisor` divides: the sum
-        of its tokens, or with `per_micro_batch` its mean divided by the number of micro-batches."""
+        of its tokens, or with `per_micro_batch` its mean divided by the number of micro-batches. A
+        micro-batch without tokens that carry loss adds 0 there, but is counted."""
         tokens = self.given(tokens)
         return self.loss_of(self.forward(self.ddps[0], tokens), tokens)
 

@@ -30,9 +30,10 @@ class LossScale(Struct, kw_only=True):
 
 
 class Numbers(Struct, kw_only=True):
-    """The part of the state that is not tensors. `adam_step` is equal for all parameters.
-    `loss_scales` has an entry for each part of the optimizer with dynamic scaling.
-    `auxiliary_losses` are those of routers in the last step."""
+    """The part of the state that is not tensors. `precision` is the spec's: a model of another
+    precision refuses the state. `adam_step` is equal for all parameters. `loss_scales` has an entry
+    for each part of the optimizer with dynamic scaling. `auxiliary_losses` are those of routers in
+    the last step."""
 
     precision: str
     step_version: int
@@ -48,8 +49,9 @@ class Numbers(Struct, kw_only=True):
 
 
 def tensors(trainee: TrainingModel) -> dict[str, Tensor]:
-    """The live tensors of the state by their name in the whole model. If the optimizer is sharded,
-    masters and moments are this member's flat shards, without those of a mirror."""
+    """The live tensors of the state by their name in the whole model, in the same order on every
+    rank. If the optimizer is sharded, masters and moments are this member's flat shards, without
+    those of a mirror."""
     found: dict[str, Tensor] = {}
     for name, param in trainee.named_parameters():
         found[f"model.{name}"] = param.data

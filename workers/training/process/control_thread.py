@@ -91,7 +91,8 @@ class Control:
 
     def tell(self, body: Body) -> None:
         """Send a report; never blocks. Ends the process when the agent is gone. The calling thread
-        writes to the socket: the agent has the report even if this process dies."""
+        writes to the socket: the agent has the report even if this process dies. A thread for
+        sending would have to wait some 10 ms for a busy main thread."""
         with self._sending:
             self._num_told += 1
             data = pack(Frame(body=body, seq=self._num_told, at_s=time.time()))
@@ -134,7 +135,8 @@ class Control:
     ) -> T:
         """Run `call` as in `waiting_for_others`, but in a detached thread: a wait that cannot be
         interrupted then costs STUCK_S_MAX and a sleeping thread, not the process. An abandoned
-        `call` may still continue later. Raises Interrupted, Abandoned, and what `call` raises."""
+        `call` may still continue later, so its later effects must not matter. Raises Interrupted,
+        Abandoned, and what `call` raises."""
         with self.waiting_for_others(generation, wake, replica):
             with self._changed:
                 self._is_detached = True
@@ -280,9 +282,11 @@ class Control:
                 self._interrupt_if_ordered()
 
     def _interrupt_until_done(self) -> None:
-        """Interrupt the main thread until its wait ends: the thread may open more connections. gloo
-        does not fail sends and receives that are half done (Pair::signalException skips them). Such
-        a wait is abandoned if it runs in a detached thread. Otherwise the process ends."""
+        """Interrupt the main thread until its wait ends: the thread may open more connections. When
+        a connection is closed, gloo fails the sends and receives that have not begun, but not those
+        that are half done (Pair::signalException skips them): they wait for the full timeout. Such
+        a wait is abandoned if it runs in a detached thread. Otherwise the process ends, and a new
+        one receives the state from its peers."""
         deadline_s = time.monotonic() + STUCK_S_MAX
         with self._changed:
             while self._wake is not None and not self._abandoned:

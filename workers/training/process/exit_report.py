@@ -26,8 +26,10 @@ LINE_CHARS_MAX = 500
 
 def verdict_of(error: BaseException) -> Verdict:
     """Classify `error` by itself and its causes; NOTHING if no rule matches any of them. The
-    innermost exception decides, but a specific status outranks OTHER_SOFTWARE. Of the members of an
-    exception group, evidence about this rank outranks evidence about a peer."""
+    innermost exception decides, because an exception that is raised from another wraps it. But a
+    specific status outranks OTHER_SOFTWARE, such as that of a KeyError inside the error that
+    matters. Of the members of an exception group, evidence about this rank outranks evidence about
+    a peer."""
     if isinstance(error, UsageError):
         return Verdict(WRONG_INPUT, "usage-error", line=f"{error} ({error.hint})")
     chains: dict[int, Verdict] = {}
@@ -137,7 +139,8 @@ class ExitReporter:
         exit_process(self._control, 1)
 
     def report_thread(self, args: threading.ExceptHookArgs) -> None:
-        """The threading.excepthook: an error in OWN_THREADS ends the process, else it is logged."""
+        """The threading.excepthook: an error in OWN_THREADS ends the process. Training needs no
+        other thread, such as a library's, so its error is only logged."""
         if args.exc_type is SystemExit:
             return
         name = args.thread.name if args.thread is not None else ""

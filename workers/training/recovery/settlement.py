@@ -47,8 +47,13 @@ def assign_micro_batches(num_micro_batches: int, num_replicas: int, dp: int) -> 
 
 def settle(claims: Sequence[Claim], num_micro_batches: int, axes: Axes | None = None) -> Settlement:
     """Settle an iteration among the members with these claims, in order of place. `axes` is the new
-    layout; None: all members are data-parallel. Afterwards every micro-batch is in `kept` or `todo`
-    of exactly one replica. O(members x (micro-batches + step versions))."""
+    layout; None: all members are data-parallel.
+
+    Afterwards every micro-batch is in `kept` or `todo` of exactly one replica, and all members of a
+    replica have the same lists. If no member has begun the iteration, all its micro-batches are
+    assigned again, so that new members get their part. O(members x (micro-batches + step
+    versions)).
+    """
     assert claims, "a generation has members"
     axes = axes or Axes(dp=len(claims))
     assert num_positions(axes) <= len(claims), "a place without a member"

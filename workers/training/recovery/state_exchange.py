@@ -325,10 +325,10 @@ def exchange(
     """Fill `want` with the state after `step_version` steps from the members at the places `held`.
 
     All members call it, each with its shards and its `numbers` (None: it has no valid state).
-    `held`: the parts that the holders have, by place; `seat`: the part that this member wants. With
-    `staged`, `want` is the active state, which changes only in `activate`. `goes_on` is called
-    after each wait: it returns False if the exchange is obsolete. Raises RuntimeError; Missing, on
-    all members, if the holders lack a part.
+    `held`: the parts that the holders have, by place; `seat`: the part that this member wants.
+    `staged`: `want` is the active state; it changes only in `activate`, for which the data takes
+    more memory. `goes_on` is called after each wait: it returns False if the exchange is obsolete.
+    Raises RuntimeError; Missing, on all members, if the holders lack a part.
     """
     peers = World()
     encoded = b"" if numbers is None else msgspec.msgpack.encode(numbers)

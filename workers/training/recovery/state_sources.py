@@ -144,19 +144,17 @@ def find_state(claims: Sequence[Claim], axes: Axes) -> StateHolders:
         layouts, gate = _holders(claims, version)
         whole = [layout for layout, holders in layouts.items() if _is_whole(holders)]
         if whole:
-            holders = layouts[
-                min(
-                    whole,
-                    key=lambda each: (
-                        each.shape != shape(axes),
-                        each.dp not in (0, axes.dp),
-                        -len(layouts[each]),
-                        each,
-                    ),
-                )
-            ]
-            return StateHolders(version, holders, gate)
+            best = min(whole, key=lambda layout: _rank_of(layout, axes, len(layouts[layout])))
+            return StateHolders(version, layouts[best], gate)
     return NO_HOLDERS
+
+
+def _rank_of(layout: _Layout, axes: Axes, num_holders: int) -> tuple[bool, bool, int, _Layout]:
+    """The lowest is preferred: one that needs no transfer to the layout `axes`, then the one with
+    most holders; the layout itself makes the choice equal on all members."""
+    has_other_shape = layout.shape != shape(axes)
+    has_other_dp = layout.dp not in (0, axes.dp)
+    return has_other_shape, has_other_dp, -num_holders, layout
 
 
 def _holders(
@@ -186,8 +184,13 @@ def _is_ready(claim: Claim, version: int) -> bool:
 
 
 def _barrier(claims: Sequence[Claim], version: int) -> tuple[int | None, tuple[float, ...]]:
-    """The generation whose ready members take the step to `version`, and its barrier's result. If
-    two generations can take this step, the later one does."""
+    """The generation whose ready members take the step to `version`, and its barrier's result.
+
+    The barrier returns only after all members have entered it. So if one member has stepped, all
+    others can step, and must. If none has, they can step if together they have the reduced sum of
+    every part of the model, and no survivor of their generation lacks its own: the result is then
+    the sum over the parts. If two generations can take this step, the later one does.
+    """
     results = {
         claim.trained_in: claim.gate
         for claim in reversed(claims)

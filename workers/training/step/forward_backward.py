@@ -34,8 +34,9 @@ def run(
     backward: Backward = nullcontext,
 ) -> Passes:
     """Run these micro-batches of an iteration, in a pipeline only until `must_stop` is True. All
-    members of the replica call it with the same items; each calls `begin` before its last backward.
-    Raises RuntimeError if another member is gone: the local gradients are then worthless."""
+    members of the replica call it with the same items, and have run the same number of them; each
+    calls `begin` before its last backward. Raises RuntimeError if another member is gone: the local
+    gradients are then worthless."""
     if not items:
         return Passes(0, Losses())
     if begin is not None and trainee.at.tp:

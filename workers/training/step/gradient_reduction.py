@@ -162,8 +162,9 @@ class Reduction:
         )
 
     def begin(self, mine: Stats, losses: Losses) -> None:
-        """Launch the stats before the last backward, which then launches the buckets. Does nothing
-        without overlap, or if this member has an immediate order to stop."""
+        """Launch the stats before the last backward, which then launches the buckets. The stats
+        cover the last micro-batch already: if a member dies after that, stats and buckets are lost
+        together. Does nothing without overlap, or if this member has an immediate order to stop."""
         if self._buckets is None:
             return
         generation = self._communicators.generation
@@ -406,9 +407,12 @@ class Reduction:
         complete: list[bool],
         check_active: Callable[[], None],
     ) -> tuple[Stats, RouterSums]:
-        """Exchange the stats, then run Megatron's own reduction. After an abandoned wait it could
-        still change gradients that count: it leaves Megatron's division by the token count out, and
-        checks before each phase that the generation is active."""
+        """Exchange the stats, then run Megatron's own reduction.
+
+        After an abandoned wait it could still change gradients that count. So it leaves Megatron's
+        division by the token count out, uses the groups of its own generation, and checks before
+        each phase that the generation is active.
+        """
         self._until_computed()
         self._note("stats")
         check_active()

@@ -46,8 +46,9 @@ _REJECTED = re.compile(r"Unexpected result (\S+) \(message='(.*?)'\)")
 
 class Iteration:
     """The current iteration of this member, and its progress in it. `step_version` is NO_STATE
-    until the first settlement. `history` receives the loss and the time of each step, a recovery
-    included."""
+    until the first settlement. `history` receives the loss and the time of each step. The time
+    begins with the iteration's first micro-batch and includes a recovery, so a rate computed from
+    it is never too high."""
 
     def __init__(
         self,
@@ -497,7 +498,8 @@ class Iteration:
         is_last: bool,
         is_probe: bool,
     ) -> Passes:
-        """Run a unit, or less of it if any member has an order to stop. Raises RuntimeError."""
+        """Run a unit, or less of it if any member has an order to stop: then all of them return the
+        same number of micro-batches. Raises RuntimeError."""
         if agreement is not None and self.trainee.axes.pp == 1:
             if agreement.answer():
                 return Passes(0, Losses())

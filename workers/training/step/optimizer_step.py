@@ -22,8 +22,9 @@ log = structlog.get_logger()
 
 
 def norm_square(trainee: TrainingModel, *, dp: int | None = None) -> Tensor:
-    """This member's part of the squared norm of the reduced gradients, on the device. Without a
-    sharded optimizer, data-parallel rank 0 has it all. `dp`: as if this member had that rank."""
+    """This member's part of the squared norm of the reduced gradients, on the device. In the sum
+    over all members, every element of the model counts once: without a sharded optimizer, on
+    data-parallel rank 0. `dp`: as if this member had that data-parallel rank."""
     norms = [
         torch.linalg.vector_norm(own, dtype=torch.float64)
         for own in _counted(trainee, trainee.at.dp if dp is None else dp)
@@ -58,9 +59,13 @@ def step(
     found_inf: bool = False,
     scale: float | None = None,
 ) -> bool:
-    """Divide by the loss's divisor, then step optimizer and schedule; returns whether it stepped:
-    not if a scaled gradient is not finite; the iteration counts all the same. If each member has a
-    part of the gradients, `norm_square` and `found_inf` are of all. `scale` None: it is read."""
+    """Divide by the loss's divisor, then step optimizer and schedule; returns whether it stepped.
+
+    If a scaled gradient is not finite, Megatron's optimizer skips its step and lowers the scale,
+    and the schedule does not advance, but the iteration counts. Members with the same gradients
+    decide the same. If each member has a part of the gradients, `norm_square` and `found_inf` are
+    of all. `scale` is the loss scale; None: it is read from the device.
+    """
     note("scale")
     divisor = trainee.divisor(num_tokens)
     if divisor != 1.0:

@@ -23,7 +23,8 @@ from .exact_reduction import ExactReduction
 # --- Backup of the local gradients while Megatron reduces its buffers in place ---
 #
 # Each bucket is copied before its reduction. If the reduction fails, the copy replaces Megatron's
-# buffer: an abandoned reduction may still write into the old memory. Without a copy, new memory
+# buffer. Nothing is copied back, because an abandoned reduction may still write into the old memory
+# at any time; that is freed when nothing uses it any more. Without a copy, new memory
 # replaces the buffer, and the local gradients are lost.
 
 
@@ -93,7 +94,12 @@ Works = list[Any]
 
 class OverlappedReduction:
     """The launched collectives of one reduction: the stats of all members, then each bucket. Only
-    `wait_all` may run outside the launching thread. `is_over` returns whether it must be left."""
+    `wait_all` may run outside the launching thread. `is_over` returns whether the reduction must be
+    left.
+
+    An error at a launch is not raised through the backward. It is stored in `why` and nothing more
+    is launched, but the backward ends, so that its micro-batch is complete.
+    """
 
     def __init__(self, stats: Tensor, num_buckets: int, is_over: Callable[[], bool]) -> None:
         self.why = ""
@@ -149,8 +155,12 @@ class OverlappedReduction:
 
 def end_all(works: Works, wake: Callable[[], None], group: Any) -> threading.Thread | None:
     """Wait until these launched collectives end, once `wake` has closed their connections; returns
-    the thread of an abandoned wait, if any. It holds `group` until the wait ends: a gloo group
-    waits for its works before it is destroyed, which the main thread must not."""
+    the thread of an abandoned wait, if any.
+
+    That thread holds `group` until the wait ends. A gloo group waits for its works before it is
+    destroyed. If a work is stuck, the thread that waits for it must drop the group last, not the
+    main thread.
+    """
     deadline_s = time.monotonic() + END_S_MAX
     while not all(work.is_completed() for work in works):
         wake()

@@ -26,8 +26,12 @@ from .losses import Losses
 
 # --- How members that train together agree to stop after the same micro-batch ---
 class StopAgreement:
-    """Whether any of these members must stop. The answer is read one micro-batch later: then the
-    device has computed it, and has work while the host reads."""
+    """Whether any of these members must stop.
+
+    The answer to a question is read one micro-batch later. The device has computed it by then, and
+    still has a whole micro-batch to run, so that it never idles. An answer that is read at once
+    would make the host wait until the device has nothing left to do.
+    """
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group, self._device = group, device
@@ -92,9 +96,10 @@ def run(
     forward_only: bool = False,
     begin: Begin | None = None,
 ) -> Passes:
-    """Run these micro-batches in Megatron's 1F1B schedule, interleaved with chunks. The first stage
-    calls `must_stop` before each group of micro-batches, one or with chunks as many as there are
-    stages. At True no other group begins. Raises RuntimeError."""
+    """Run these micro-batches in Megatron's 1F1B schedule, interleaved with chunks. `begin` is
+    called before this stage's last backward, unless the schedule is ended early. The first stage
+    calls `must_stop` before each group of micro-batches: a group is one, or with chunks as many as
+    there are stages. At True no other group begins. Raises RuntimeError."""
     axes, train = trainee.axes, trainee.train
     config = trainee.ddps[0].config
     config.grad_scale_func = trainee.optimizer.scale_loss
@@ -146,7 +151,8 @@ def _head_of(dtype: torch.dtype) -> list[float]:
 
 
 class _LastBackward:
-    """Calls `begin` once, before the last backward of a chunk: the last stage has all losses."""
+    """Calls `begin` once, before the last backward of the first chunk that comes to it: the last
+    stage has all losses by then."""
 
     def __init__(self, begin: Begin | None) -> None:
         self._begin = begin
@@ -158,9 +164,13 @@ class _LastBackward:
 
 
 class _Stages(StageMessages):
-    """Megatron's sends and receives between stages, without those of skipped passes: of the group
-    that does not begin, except the marker, and of all later groups. With chunks, the last stage
-    sends the activations of all chunks but the last to the first stage."""
+    """Megatron's sends and receives between stages, without those of skipped passes.
+
+    The messages between two stages are numbered in their order. After the stop, sender and receiver
+    leave out the same messages: those of the group that does not begin, and of all later groups.
+    The marker is the exception. With chunks, the last stage sends to the first one, too: the
+    activations of all chunks but the last, in the same order of groups.
+    """
 
     def __init__(
         self,
