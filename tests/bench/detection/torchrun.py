@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -28,7 +27,6 @@ class Torchrun(Peer):
     """Two launchers with two workers each, like two nodes; elastic, with default settings."""
 
     name = "torchrun"
-    python = Path(sys.executable)
     address = "127.0.0.1"
 
     def __init__(self, folder: Path) -> None:
