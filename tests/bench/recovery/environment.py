@@ -58,7 +58,7 @@ def ensure(systems: Iterable[str], tree: Path | None = None) -> dict[str, str]:
             if system == LAUNCHER and tree is not None:
                 _copy(tree)
         except subprocess.CalledProcessError as error:
-            absent[system] = f"cannot be installed: {last_error(str(error.stderr))}"
+            absent[system] = f"cannot be installed: {reason(str(error.stderr))}"
         except subprocess.TimeoutExpired as error:
             absent[system] = f"cannot be installed: not done within {error.timeout:.0f} s"
         except OSError as error:
@@ -109,11 +109,11 @@ def is_tree(tree: Path) -> bool:
     return (tree / PACKAGE / "fault_tolerance" / "launcher.py").is_file()
 
 
-def last_error(said: str) -> str:
-    """The last line that begins with ERROR, else the last one, without its word."""
+def reason(said: str) -> str:
+    """The first line that begins with ERROR, which is pip's reason; else the last line."""
     lines = [line for line in said.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR")]
-    return (errors or lines or ["it said nothing"])[-1].removeprefix("ERROR: ").strip()
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    return (errors[:1] or lines[-1:] or ["it said nothing"])[0].strip()
 
 
 def python(system: str) -> Path:

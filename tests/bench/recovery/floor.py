@@ -16,7 +16,8 @@ import sys
 import time
 from collections.abc import Iterable
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 from typing import Any
 
 import torch
@@ -64,12 +65,19 @@ def rank(place: int, told: Connection, asked: dict[str, Any]) -> None:
     os._exit(0)
 
 
+def heard(pipe: Connection, process: ForkProcess) -> Any:
+    """What a rank tells. Raises RuntimeError if it ends or does not within LIMIT."""
+    if pipe in wait([pipe, process.sentinel], LIMIT.total_seconds()):
+        return pipe.recv()
+    raise RuntimeError(f"rank {process.name} ended, or told nothing in {LIMIT.total_seconds():g} s")
+
+
 def trial(asked: dict[str, Any]) -> dict[str, float]:
     """Kill one of four; return the times of the slowest survivor."""
     context = get_context("fork")
     pipes = [context.Pipe() for _ in range(NUM_RANKS)]
     ranks = [
-        context.Process(target=rank, args=(place, pipes[place][1], asked))
+        context.Process(target=rank, args=(place, pipes[place][1], asked), name=str(place))
         for place in range(NUM_RANKS)
     ]
     try:
@@ -77,21 +85,19 @@ def trial(asked: dict[str, Any]) -> dict[str, float]:
             process.start()
         # After the forks: the store's server is a thread, and a fork would not copy it.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for mine, _ in pipes:
-            mine.send(store.port)
-        for mine, _ in pipes:
-            assert mine.poll(LIMIT.total_seconds())
-            assert mine.recv() == "ready"
+        for pipe, _ in pipes:
+            pipe.send(store.port)
+        for place in range(NUM_RANKS):
+            assert heard(pipes[place][0], ranks[place]) == "ready"
         time.sleep(BLOCKED_S)
         pid = ranks[VICTIM_NUM].pid
         assert pid is not None
         killed_s = time.time()
         os.kill(pid, signal.SIGKILL)
-        mine = [pipe for place, (pipe, _) in enumerate(pipes) if place != VICTIM_NUM]
-        assert all(pipe.poll(LIMIT.total_seconds()) for pipe in mine)
-        ends = [pipe.recv() for pipe in mine]
-        for pipe in mine:
-            pipe.send("leave")
+        survivors = [place for place in range(NUM_RANKS) if place != VICTIM_NUM]
+        ends = [heard(pipes[place][0], ranks[place]) for place in survivors]
+        for place in survivors:
+            pipes[place][0].send("leave")
     finally:
         for process in ranks:
             if process.pid is not None:
