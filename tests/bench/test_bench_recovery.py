@@ -25,6 +25,7 @@ from bench.recovery import (
     layouts,
     main,
     moved,
+    overhead,
     peers,
     phases,
     rounds,
@@ -324,6 +325,9 @@ def test_a_system_that_was_asked_for_and_cannot_run_fails_the_verb() -> None:
         *rounds.rows_of("c", "torchrun", [Trial("c", "torchrun", 1.0, 1, 0.4, why="no step")]),
         *rounds.rows_of("c", "torchft_fast", [Trial("c", "torchft_fast", 0, 0, 0, why="ended")]),
     ]
+    assert main._aged(rows[0], "a 1.0, 9 days old").note == (
+        "a 1.0, 9 days old; cannot be installed: no wheel"
+    )
     found = main.cannot_run(rows)
     assert found[0] == "c: nvrx cannot run: cannot be installed: no wheel"
     assert len(found) == 2, "torchrun ran, but did not recover; the launcher was not asked for"
@@ -422,6 +426,28 @@ def test_a_floor_that_fails_says_why(tmp_path: Path) -> None:
     layout = bare_torch.Layout({}, before=((0, 9),))
     with pytest.raises(recovery_trial.NotStarted, match=r"exit code 1: .*Error"):
         bare_torch.BareTorch(tmp_path / "floor", layout, 1 << 10).times()
+
+
+def test_a_side_that_makes_no_step_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is on silence: a slow side that still makes steps becomes warm."""
+
+    class Slow:
+        name = "slow"
+        num = 0
+
+        def __init__(self, last: int) -> None:
+            self.last = last
+
+        def steps(self) -> list[tuple[float, int]]:
+            self.num += self.num < self.last
+            return [(0.0, self.num)]
+
+    monkeypatch.setattr(overhead, "STILL_S_MAX", 0.5)
+    began_s = time.monotonic()
+    overhead._warm(Slow(overhead.WARM_NUM))
+    assert time.monotonic() - began_s > overhead.STILL_S_MAX
+    with pytest.raises(recovery_trial.NotStarted, match="slow hangs: no step after 3 for"):
+        overhead._warm(Slow(3))
 
 
 def test_every_case_of_a_killed_rank_has_a_floor() -> None:

@@ -20,6 +20,7 @@ from types import FrameType
 from bench.recovery import environment
 from bench.recovery.environment import LAUNCHER
 from bench.recovery.rows import Row, finish
+from bench.recovery.trial import NotStarted
 
 ROOT = Path(__file__).resolve().parents[3]
 SYSTEMS = (
@@ -65,6 +66,8 @@ def main() -> None:
         rows = _measure(options)
     except KeyboardInterrupt:
         sys.exit("interrupted: what was measured by then is told above")
+    except NotStarted as error:
+        sys.exit(f"cannot run: {error}")
     if whys := cannot_run(rows):
         sys.exit("\n".join(whys))
 
@@ -126,16 +129,21 @@ def _measure(options: argparse.Namespace) -> list[Row]:
         shutil.rmtree(folder, ignore_errors=True)
         rows += [*layouts.reshaped(rows), *goals.ratios(rows)]
         peers = {name: environment.told(name, options.nvrx) for name in options.systems}
-        lines = [f"        {name}: {told}" for name, told in peers.items() if told]
+        rows = [_aged(row, peers.get(row.system, "")) for row in rows]
         finish(
             rows,
             options.out,
             began_s,
-            [*lines, *goals.held_to(rows)],
+            goals.held_to(rows),
             versions=environment.versions(),
             peers=peers,
         )
     return rows
+
+
+def _aged(row: Row, told: str) -> Row:
+    """The row with the version and the age of its peer, in the first note of a system."""
+    return row._replace(note=f"{told}; {row.note}") if told and row.metric == "recovered" else row
 
 
 def _all(folder: Path, options: argparse.Namespace, began_s: float) -> Iterator[list[Row]]:

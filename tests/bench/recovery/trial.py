@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol
 from bench.recovery import watch as eyes
 from bench.recovery.job import NUM_MICRO_BATCHES, NUM_RANKS, SAVE_EVERY_NUM, STRUCK_NUM, VICTIM_NUM
 
-START_S_MAX = 90.0
 STILL_S_MAX = 90.0
 """How long a system that starts may write nothing into its trace: it loads torch and Megatron."""
 RIPE_NUM_MAX = 100
