@@ -14,7 +14,7 @@ BOUND := $(shell command -v timeout >/dev/null 2>&1 && echo timeout -k 60)
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-hosts demo-slurm test test-real test-thorough simulation mutants fuzz fuzz-api confusion fault-matrix chaos-training bench-recovery bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-log chaos-log bench-overhead bench-web bench-paper megatron-lm gpu-check golden-log figures disasters check types docs web test-web screenshots wheel clean
+.PHONY: help setup demo demo-hosts demo-slurm test test-real test-thorough simulation mutants fuzz fuzz-api confusion fault-matrix chaos-training bench-recovery bench-peers-check bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-log chaos-log bench-overhead bench-web bench-paper megatron-lm gpu-check golden-log figures disasters check types docs web test-web screenshots wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -95,9 +95,14 @@ fuzz-api: setup types ## requests drawn from the OpenAPI document, answers check
 confusion: setup types ## what the classifier makes of the labelled error lines, as tables
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m confusion
 
-bench-recovery: setup types ## the same fault under Unicron and its peers (N=5 SYSTEMS=a,b CASES=a,b)
+NVRX ?=
+bench-recovery: setup types ## the same fault under Unicron and its peers (N=5 SYSTEMS=a,b CASES=a,b NVRX=its tree)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.recovery.main -n $(N) \
-		$(SYSTEMS:%=--systems %) $(CASES:%=--cases %)
+		$(SYSTEMS:%=--systems %) $(CASES:%=--cases %) $(if $(NVRX),--nvrx "$(NVRX)")
+
+bench-peers-check: setup types ## whether each system of bench-recovery starts and trains (SYSTEMS=a,b NVRX=its tree)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.recovery.check \
+		$(SYSTEMS:%=--systems %) $(if $(NVRX),--nvrx "$(NVRX)")
 
 bench-throughput: setup types ## the throughput and memory models against published runs (ROWS=1: each)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.throughput.main $(ROWS:%=--rows)

@@ -6,7 +6,6 @@ The time of each answer, over all clients, and how many plans the tasks shared.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import threading
@@ -14,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.recovery.rows import stamp
+from bench.recovery.rows import finish, row
 from real_cluster import RealCluster, running
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,26 +75,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench-submissions")
     parser.add_argument("-n", type=int, default=3, help="clusters")
     options = parser.parse_args()
+    began_s = time.monotonic()
     runs = [submissions() for _ in range(options.n)]
-    rows: list[dict[str, Any]] = []
-    for metric in runs[0]:
-        value = statistics.median(run[metric] for run in runs)
-        unit = "plans" if metric == "plans" else metric.rpartition("_")[2]
-        rows.append(
-            {
-                "case": CASE,
-                "system": "unicron",
-                "metric": metric,
-                "value": round(value, 3),
-                "unit": unit,
-                "n": options.n,
-            }
-        )
-        print(f"{CASE}  {metric:<14} {value:10.1f} {unit}")
-    out = ROOT / "build" / "bench" / "submissions.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(rows, indent=1) + "\n")
-    stamp(out)
+    rows = [
+        row(CASE, "unicron", metric, [run[metric] for run in runs], unit_of(metric))
+        for metric in runs[0]
+    ]
+    finish(rows, ROOT / "build" / "bench" / "submissions.json", began_s, ())
+
+
+def unit_of(metric: str) -> str:
+    """The last word of a metric's name is its unit."""
+    return metric.rpartition("_")[2]
 
 
 if __name__ == "__main__":

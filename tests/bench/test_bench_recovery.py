@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import os
+import re
 import subprocess
 import sys
+import sysconfig
+import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.recovery import environment, job, layouts, main, moved, peers, phases, unicron
+from bench import environment as bench_environment
+from bench.recovery import (
+    bare_torch,
+    check,
+    environment,
+    goals,
+    job,
+    layouts,
+    main,
+    moved,
+    overhead,
+    peers,
+    phases,
+    rounds,
+)
 from bench.recovery import rows as recovery_rows
 from bench.recovery import trial as recovery_trial
 from bench.recovery import watch as recovery_watch
@@ -18,6 +38,7 @@ from bench.recovery.rows import Row, interval, ratio, row, table, write
 from bench.recovery.trial import Trial
 from bench.recovery.unicron import Unicron
 from unicron.events.spec.job import parse
+from unicron.workers.host import linux
 
 ROOT = Path(__file__).resolve().parents[2]
 TP2DP2 = {"tp": 2, "pp": 1, "dp": 2, "chunks": 1}
@@ -208,17 +229,287 @@ def test_an_unknown_system_is_refused_before_the_environment_is_built() -> None:
         timeout=60,
     )
     assert done.returncode == 2
-    assert "unicorn is none of unicron, torchrun" in done.stderr
+    assert "unicorn is none of unicron, bare_torch" in done.stderr
     assert recovery_rows.CONFIDENCE_RATIO == 0.95
 
 
 def test_every_system_can_be_made(tmp_path: Path) -> None:
     systems = [
-        unicron.Unicron(tmp_path / "unicron"),
-        *(kind(tmp_path / name, name) for name, kind in peers.KINDS.items()),
+        peers.made(name, tmp_path / name) for name in main.SYSTEMS if name != bare_torch.NAME
     ]
-    assert {system.name for system in systems} == {*main.SYSTEMS, "bare"}
+    assert [system.name for system in systems] == [
+        name for name in main.SYSTEMS if name != bare_torch.NAME
+    ]
     assert all(system.watch.look() == [] for system in systems)
+
+
+# --- the peers' environments ---------------------------------------------------------------------
+def test_a_package_is_pinned_in_one_file() -> None:
+    """Two pins of one package contradict each other as soon as one of them changes: pip then
+    installs no peer."""
+    for pins in (ROOT / "tests/bench").glob("*/constraints-*.txt"):
+        both = pinned(pins) & pinned(ROOT / "constraints.txt")
+        assert not both, f"{pins.name} and constraints.txt both pin {sorted(both)}"
+
+
+def pinned(pins: Path) -> set[str]:
+    return {
+        re.sub("[-_.]+", "-", line.partition("==")[0]).lower()
+        for line in pins.read_text().splitlines()
+        if "==" in line and not line.startswith("#")
+    }
+
+
+def test_what_is_measured_is_pinned_with_its_day() -> None:
+    packages = [kit.package for kit in environment.KITS.values() if kit.package]
+    assert len(packages) == 3
+    assert all(re.match(r"\S+ \S+, \d+ days old$", environment.age(one)) for one in packages)
+    day = datetime.date(2025, 7, 27)
+    assert (
+        environment.age("nvidia-resiliency-ext", day) == "nvidia-resiliency-ext 0.4.1, 10 days old"
+    )
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty build/bench-recovery, and an index that has nothing."""
+    monkeypatch.setattr(environment, "PLACE", tmp_path)
+    monkeypatch.setattr(bench_environment, "ROOT", tmp_path)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    return tmp_path
+
+
+def test_a_peer_that_cannot_be_installed_does_not_hinder_the_others(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel(place, "torchft", "0.2.0")
+    absent = environment.ensure(["unicron", "torchrun", "nvrx", "torchft_stable"])
+    assert list(absent) == ["nvrx"]
+    assert absent["nvrx"].startswith("cannot be installed: Cannot install nvidia-resiliency-ext")
+    asked = "import torch, torchft; print(torch.__file__, torchft.__file__)"
+    said = subprocess.run(
+        [str(environment.python("torchft_stable")), "-c", asked],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    ).stdout.split()
+    own, below = place / "torchft_stable", sysconfig.get_path("purelib")
+    assert said[0].startswith(below), "a peer has the torch of this environment"
+    assert said[1].startswith(str(own))
+    assert not (own / "venv/lib/python3.11/site-packages/torch").exists()
+    # What failed is tried again, what was laid is not.
+    wheel(place, "nvidia_resiliency_ext", "0.4.1")
+    (place / "torchft-0.2.0-py3-none-any.whl").unlink()
+    assert environment.ensure(["nvrx", "torchft_stable"]) == {}
+
+
+def wheel(folder: Path, name: str, version: str) -> None:
+    """A wheel that holds an empty package and asks for torch."""
+    about = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
+        file.writestr(f"{name}/__init__.py", "")
+        file.writestr(
+            f"{about}/METADATA",
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nRequires-Dist: torch>=2\n",
+        )
+        file.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        file.writestr(f"{about}/RECORD", "")
+
+
+def test_a_system_that_was_asked_for_and_cannot_run_fails_the_verb() -> None:
+    rows = [
+        Row("c", "nvrx", "recovered", None, "trials", 0, "cannot be installed: no wheel"),
+        Row("c", environment.LAUNCHER, "recovered", None, "trials", 0, main.NOT_ASKED),
+        *rounds.rows_of("c", "torchrun", [Trial("c", "torchrun", 1.0, 1, 0.4, why="no step")]),
+        *rounds.rows_of("c", "torchft_fast", [Trial("c", "torchft_fast", 0, 0, 0, why="ended")]),
+    ]
+    assert main._aged(rows[0], "a 1.0, 9 days old").note == (
+        "a 1.0, 9 days old; cannot be installed: no wheel"
+    )
+    found = main.cannot_run(rows)
+    assert found[0] == "c: nvrx cannot run: cannot be installed: no wheel"
+    assert len(found) == 2, "torchrun ran, but did not recover; the launcher was not asked for"
+    assert found[1].startswith("c: torchft_fast cannot run: 0 of 1 recovered")
+    assert "ended" in found[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nvrx", "/proc"], "/proc is no source tree of NVRx"),
+        (["--systems", "unicron,nvrx_ft_launcher"], "hint: NVRX=/path/to/it"),
+    ],
+)
+def test_a_tree_that_is_not_there_is_refused(
+    arguments: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tool", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        check.main()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+class Hangs(peers.Peer):
+    """Four processes that never train; each has a child of its own session."""
+
+    name = "hangs"
+
+    def launch(self, rank: int) -> None:
+        code = (
+            "import subprocess, time; "
+            "subprocess.Popen(['sleep', '600'], start_new_session=True); time.sleep(600)"
+        )
+        self.spawn(f"rank-{rank}", "-c", code)
+
+
+class Ends(peers.Peer):
+    """Four processes that fail at once."""
+
+    name = "ends"
+
+    def launch(self, rank: int) -> None:
+        self.spawn(f"rank-{rank}", "-c", "import torchfoo")
+
+
+def test_a_peer_that_hangs_is_killed_with_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "KINDS", {"hangs": Hangs, "ends": Ends})
+    said = check.why_dead(tmp_path, "hangs", still_s=3.0)
+    assert said == "hangs: nothing new in its trace for 3 s, 0 of 4 ranks trained; killed"
+    mark = f"{peers.MARK}={os.getpid()}-{tmp_path / 'hangs'}".encode()
+    assert not linux.kill_marked(mark), "a process was left"
+    said = check.why_dead(tmp_path, "ends", still_s=60.0)
+    assert said.endswith("No module named 'torchfoo'")
+    assert said.startswith("all ended: ")
+
+
+def test_a_system_that_trains_without_one_rank_does_not_wait_for_ever(tmp_path: Path) -> None:
+    """Its trace has new lines all the time, so that the limit on silence does not act."""
+
+    class Partial(peers.Peer):
+        name = "partial"
+
+        def launch(self, rank: int) -> None:
+            raise AssertionError
+
+        def tend(self) -> str:
+            for rank in (0, 1, 3):
+                told = [line(time.time(), rank, "done", number) for number in range(200)]
+                with (self.watch.folder / f"1-{rank}.jsonl").open("a") as file:
+                    file.write("".join(json.dumps(one) + "\n" for one in told))
+            return ""
+
+    made = Partial(tmp_path / "partial")
+    made.watch.folder.mkdir()
+    with pytest.raises(recovery_trial.NotStarted, match="100 iterations passed, none of them by"):
+        recovery_trial.ripe(made, job.NUM_RANKS, 2, 5, lambda number: True, 3)
+
+
+# --- the floor and the goals ---------------------------------------------------------------------
+def test_bare_torch_reduces_again_without_the_killed_rank(tmp_path: Path) -> None:
+    """Real processes, in the largest layout by groups."""
+    layout = bare_torch.LAYOUTS["pp2dp2_sigkill"]
+    times = bare_torch.BareTorch(tmp_path / "floor", layout, 1 << 20).times()
+    assert times.keys() == {"error_s", "down_s", "up_s", "fault_to_step_s"}
+    assert all(value > 0 for value in times.values())
+    assert times["fault_to_step_s"] >= max(times[name] for name in ("error_s", "down_s", "up_s"))
+
+
+def test_a_floor_that_fails_says_why(tmp_path: Path) -> None:
+    layout = bare_torch.Layout({}, before=((0, 9),))
+    with pytest.raises(recovery_trial.NotStarted, match=r"exit code 1: .*Error"):
+        bare_torch.BareTorch(tmp_path / "floor", layout, 1 << 10).times()
+
+
+def test_a_side_that_makes_no_step_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is on silence: a slow side that still makes steps becomes warm."""
+
+    class Slow:
+        name = "slow"
+        num = 0
+
+        def __init__(self, last: int) -> None:
+            self.last = last
+
+        def steps(self) -> list[tuple[float, int]]:
+            self.num += self.num < self.last
+            return [(0.0, self.num)]
+
+    monkeypatch.setattr(overhead, "STILL_S_MAX", 0.5)
+    began_s = time.monotonic()
+    overhead._warm(Slow(overhead.WARM_NUM))
+    assert time.monotonic() - began_s > overhead.STILL_S_MAX
+    with pytest.raises(recovery_trial.NotStarted, match="slow hangs: no step after 3 for"):
+        overhead._warm(Slow(3))
+
+
+def test_every_case_of_a_killed_rank_has_a_floor() -> None:
+    assert {*bare_torch.LAYOUTS} == {case for case in main.CASES if case.endswith("_sigkill")}
+
+
+def measured(**values: float | None) -> list[Row]:
+    return [
+        Row("dp4_sigkill", system, "fault_to_step_s", value, "s", 3 if value else 0)
+        for system, value in values.items()
+    ]
+
+
+def test_goals_are_ratios_to_the_floor_and_to_the_fastest_peer() -> None:
+    rows = measured(unicron=0.2, bare_torch=0.1, torchrun=None, torchft_fast=0.9, nvrx=3.0)
+    found = {(one.system, one.metric): one for one in goals.ratios(rows)}
+    assert found["unicron", "over_bare_torch"].value == pytest.approx(2.0)
+    assert found["nvrx", "over_bare_torch"].value == pytest.approx(30.0)
+    assert found["torchrun", "over_bare_torch"].value is None
+    fastest = found["unicron", "fastest_peer_over_it"]
+    assert fastest.value == pytest.approx(4.5)
+    assert fastest.note == "the fastest peer: torchft_fast"
+    assert ("bare_torch", "over_bare_torch") not in found
+    assert goals.held_to(goals.ratios(rows)) == [
+        "holds   dp4_sigkill unicron over_bare_torch: 2, goal at most 3",
+        "holds   dp4_sigkill unicron fastest_peer_over_it: 4.5, goal at least 4; "
+        "the fastest peer: torchft_fast",
+    ]
+    slow = goals.ratios(measured(unicron=0.4, bare_torch=0.1, torchft_fast=0.9))
+    assert [one.split()[0] for one in goals.held_to(slow)] == ["BROKEN", "BROKEN"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "unknown"),
+    [
+        (measured(unicron=0.2, torchft_fast=0.9), "over_bare_torch"),
+        (measured(unicron=0.2, bare_torch=None, torchft_fast=0.9), "over_bare_torch"),
+        (measured(unicron=0.2, bare_torch=0.1), "fastest_peer_over_it"),
+        (measured(unicron=0.2, bare_torch=0.1, torchrun=None), "fastest_peer_over_it"),
+    ],
+)
+def test_a_ratio_of_what_was_not_measured_has_no_number(rows: list[Row], unknown: str) -> None:
+    ratios = goals.ratios(rows)
+    (row,) = (one for one in ratios if (one.system, one.metric) == ("unicron", unknown))
+    assert (row.value, row.n) == (None, 0)
+    assert row.note
+    assert [one for one in goals.held_to(ratios) if one.startswith("UNKNOWN")] == [
+        f"UNKNOWN dp4_sigkill unicron {unknown}: not measured, goal "
+        + ("at most 3" if unknown == "over_bare_torch" else "at least 4")
+    ]
+
+
+def test_the_file_of_every_bench_has_the_speed_of_the_cores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.json"
+    recovery_rows.finish([row("c", "unicron", "detect_s", [0.2], "s")], out, time.monotonic(), [])
+    first, speed = json.loads(out.read_text())
+    assert first.keys() >= {"case", "system", "metric", "value", "unit", "n"}
+    assert (speed["case"], speed["metric"], speed["unit"]) == ("machine", "cores_speed", "pieces/s")
+    assert speed["value"] > 0
+    assert "cores_speed" in capsys.readouterr().out
 
 
 # --- changes of layout ---------------------------------------------------------------------------
@@ -326,8 +617,7 @@ def test_the_least_bytes_are_those_a_member_does_not_have() -> None:
 
 
 @pytest.mark.thorough
-def test_a_built_layout_says_what_each_member_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "PYTHON", Path(sys.executable))
+def test_a_built_layout_says_what_each_member_lacks() -> None:
     spec = job.spec("bench", Path("/tmp/out"), parallel={"tensor": [2]})
     shrink = Change(TP2DP2, TP2, (0, 1), 0, 0.0)
     grow = Change(TP2, TP2DP2, (0, 1, None, None), 0, 0.0)

@@ -29,7 +29,7 @@ from matrix import run
             "no point of these meets such a fault",
         ),
         (main, ["-n", "0"], "-n must be at least 1"),
-        (main, ["--systems", "slurm"], "slurm is none of unicron, torchrun"),
+        (main, ["--systems", "slurm"], "slurm is none of unicron, bare_torch"),
     ],
 )
 def test_impossible_arguments_are_refused(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from bench.detection import faults
 from bench.detection.faults import Trial
 from bench.recovery.job import NUM_RANKS, VICTIM_NUM
 from bench.recovery.peers import Peer
-from bench.recovery.trial import START_S_MAX, NotStarted
+from bench.recovery.trial import STILL_S_MAX, NotStarted
 from unicron.workers.host import linux
 
 WARM_NUM = 5
@@ -28,7 +27,6 @@ class Torchrun(Peer):
     """Two launchers with two workers each, like two nodes; elastic, with default settings."""
 
     name = "torchrun"
-    python = Path(sys.executable)
     address = "127.0.0.1"
 
     def __init__(self, folder: Path) -> None:
@@ -39,12 +37,12 @@ class Torchrun(Peer):
         """Raises NotStarted."""
         for number in range(2):
             self.launch_node(number)
-        last_s = time.monotonic() + START_S_MAX
-        while max((line["iteration"] for line in self.watch.told), default=0) < WARM_NUM:
-            if time.monotonic() > last_s or (why := self.tend()):
-                raise NotStarted(why or f"not warm within {START_S_MAX:g} s")
-            time.sleep(0.05)
-            self.watch.look()
+        for _ in self.watch.while_new(STILL_S_MAX):
+            if max((line["iteration"] for line in self.watch.told), default=0) >= WARM_NUM:
+                return
+            if why := self.tend():
+                raise NotStarted(why)
+        raise NotStarted(f"hangs: nothing new in its trace for {STILL_S_MAX:g} s")
 
     def launch_node(self, number: int) -> None:
         self.spawn(

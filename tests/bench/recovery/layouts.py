@@ -1,10 +1,10 @@
 """The cases of layouts: one of four ranks is killed, the layout changes, and changes back.
 
-Only Unicron is measured: no peer changes a layout. All faults of a kind of task happen in one
-launch, each at full strength. The losses are compared with those of an undisturbed reference run.
-That run is data-parallel in bare Megatron, since the loss of a batch is the same in any layout but
-for rounding. Two undisturbed runs in layouts of the task give the tolerance: they sum in other
-orders than the reference run.
+Only Unicron and the floor are measured: no peer changes a layout. All faults of a kind of task
+happen in one launch, each at full strength. The losses are compared with those of an undisturbed
+reference run. That run is data-parallel in bare Megatron, since the loss of a batch is the same in
+any layout but for rounding. Two undisturbed runs in layouts of the task give the tolerance: they
+sum in other orders than the reference run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.recovery import watch as eyes
+from bench.recovery.bare_torch import Floor
 from bench.recovery.growth import resumed_s
 from bench.recovery.job import SAVE_EVERY_NUM, VICTIM_NUM, Parallel
 from bench.recovery.moved import Change, change, in_words, least_bytes
@@ -67,9 +68,10 @@ class Struck(NamedTuple):
 
 
 def measure(
-    folder: Path, case: str, num: int, twins: dict[str, list[float]], say: Say
+    folder: Path, case: str, num: int, twins: dict[str, list[float]], say: Say, *, floored: bool
 ) -> list[Row]:
-    """The rows of a case: `num` faults for each of its kinds of task.
+    """The rows of a case: `num` faults for each of its kinds of task, and of its floor, which is
+    measured before and after them.
 
     `twins`: losses of the reference runs by model size. This function adds the runs that it trains.
     """
@@ -94,11 +96,17 @@ def measure(
         for number, (parallel, num_ranks) in enumerate(ORDERS[case])
     ]
     twin = Reference(twins[size], tolerance(noises))
-    return [
+    floor = Floor(folder, case, say)
+    for _ in range((num + 1) // 2 if floored else 0):
+        floor.measure()
+    rows = [
         one
         for name, kind in kinds.items()
         for one in _rows_of(folder / name, case, name, kind, twin, num, say)
     ]
+    for _ in range(num // 2 if floored else 0):
+        floor.measure()
+    return [*rows, *floor.rows()]
 
 
 def _noise(system: Unicron, twin: list[float]) -> float:

@@ -17,10 +17,24 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from bench.recovery.rows import Row, finish, ratio
+from bench.recovery import environment
+from bench.recovery.environment import LAUNCHER
+from bench.recovery.rows import Row, finish
+from bench.recovery.trial import NotStarted
 
 ROOT = Path(__file__).resolve().parents[3]
-SYSTEMS = ("unicron", "torchrun", "torchrun_workaround", "torchft_stable", "torchft_fast", "nvrx")
+SYSTEMS = (
+    "unicron",
+    "bare_torch",
+    "torchrun",
+    "torchrun_workaround",
+    "torchft_stable",
+    "torchft_fast",
+    "nvrx",
+    LAUNCHER,
+)
+NOT_ASKED = "not asked"
+"""The note of a system that only runs with a path that was not given."""
 STRIKES = ("dp4_sigkill", "dp4_sigstop")
 LAYOUTS = ("tp2dp2_sigkill", "pp2dp2_sigkill", "zero1_sigkill")
 CASES = (
@@ -37,31 +51,52 @@ CASES = (
 
 
 def main() -> None:
-    """Build the environment, continue in its Python, measure."""
+    """Lay the environments, measure; exit code 1 if a system that was asked for cannot run."""
     parser = argparse.ArgumentParser(prog="make bench-recovery")
     parser.add_argument("-n", type=int, default=5, help="strikes of each system in each case")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks for overhead")
     parser.add_argument("--minutes", type=float, default=40.0, help="nothing begins after them")
-    parser.add_argument("--systems", type=words(SYSTEMS), default=SYSTEMS)
     parser.add_argument("--cases", type=words(CASES), default=CASES)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "recovery.json")
-    options = parser.parse_args()
-    if options.n < 1:
-        parser.error("-n must be at least 1")
-    from bench.recovery import environment
-
-    environment.ensure()
-    if Path(sys.prefix) != environment.PYTHON.parents[1]:
-        os.execve(
-            environment.PYTHON,
-            [str(environment.PYTHON), "-P", "-m", "bench.recovery.main", *sys.argv[1:]],
-            environment.environment(""),
-        )
+    options = asked_for(parser)
+    # Also Unicron's processes take their settings from here, such as one thread each.
+    os.environ.update(environment.environment(""))
     signal.signal(signal.SIGTERM, interrupt)
     try:
-        _measure(options)
+        rows = _measure(options)
     except KeyboardInterrupt:
         sys.exit("interrupted: what was measured by then is told above")
+    except NotStarted as error:
+        sys.exit(f"cannot run: {error}")
+    if whys := cannot_run(rows):
+        sys.exit("\n".join(whys))
+
+
+def asked_for(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options, with those that say which systems: `systems` and `nvrx`."""
+    parser.add_argument("--systems", type=words(SYSTEMS), default=None)
+    parser.add_argument("--nvrx", type=Path, help=f"NVRx's source tree, for {LAUNCHER}")
+    options = parser.parse_args()
+    if getattr(options, "n", 1) < 1:
+        parser.error("-n must be at least 1")
+    if options.nvrx is not None and not environment.is_tree(options.nvrx):
+        parser.error(
+            f"{options.nvrx} is no source tree of NVRx: it has no {environment.PACKAGE}/"
+            "fault_tolerance/launcher.py. hint: NVRX=/path/to/nvidia-resiliency-ext"
+        )
+    if options.nvrx is None and LAUNCHER in (options.systems or ()):
+        parser.error(f"{LAUNCHER} needs NVRx's source tree. hint: NVRX=/path/to/it")
+    options.systems = options.systems or SYSTEMS
+    return options
+
+
+def cannot_run(rows: Sequence[Row]) -> list[str]:
+    """A line for each system that was asked for and of which no trial could begin."""
+    return [
+        f"{row.case}: {row.system} cannot run: {row.note}"
+        for row in rows
+        if row.metric == "recovered" and row.value is None and row.note != NOT_ASKED
+    ]
 
 
 def words(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
@@ -81,23 +116,38 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _measure(options: argparse.Namespace) -> None:
-    from bench.recovery import environment, layouts
+def _measure(options: argparse.Namespace) -> list[Row]:
+    from bench.recovery import goals, layouts
 
     began_s = time.monotonic()
     rows: list[Row] = []
     folder = Path(tempfile.mkdtemp(prefix="unicron-bench-"))
     try:
-        for found in _all(folder, options, began_s):
-            rows += found
+        for some in _all(folder, options, began_s):
+            rows += some
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        rows += layouts.reshaped(rows)
-        finish(rows, options.out, began_s, _held_to(rows), versions=environment.versions())
+        rows += [*layouts.reshaped(rows), *goals.ratios(rows)]
+        peers = {name: environment.told(name, options.nvrx) for name in options.systems}
+        rows = [_aged(row, peers.get(row.system, "")) for row in rows]
+        finish(
+            rows,
+            options.out,
+            began_s,
+            goals.held_to(rows),
+            versions=environment.versions(),
+            peers=peers,
+        )
+    return rows
+
+
+def _aged(row: Row, told: str) -> Row:
+    """The row with the version and the age of its peer, in the first note of a system."""
+    return row._replace(note=f"{told}; {row.note}") if told and row.metric == "recovered" else row
 
 
 def _all(folder: Path, options: argparse.Namespace, began_s: float) -> Iterator[list[Row]]:
-    from bench.recovery import growth, layouts, overhead, shards
+    from bench.recovery import bare_torch, growth, layouts, overhead, shards
     from bench.recovery.rounds import Rounds
 
     num, systems, cases = options.n, options.systems, options.cases
@@ -113,16 +163,22 @@ def _all(folder: Path, options: argparse.Namespace, began_s: float) -> Iterator[
 
     if any(case in cases for case in (*STRIKES, "breakdown")):
         struck = [case for case in STRIKES if case in cases]
-        # The breakdown analyses Unicron's own recoveries from a kill.
-        rounds = Rounds(folder, systems if struck else ("unicron",), struck or STRIKES[:1], say)
+        if not struck:
+            # The breakdown analyses Unicron's own recoveries from a kill, beside the floor.
+            systems, struck = ("unicron", bare_torch.NAME), [*STRIKES[:1]]
+        absent = environment.ensure(systems, options.nvrx)
+        if options.nvrx is None:
+            absent[LAUNCHER] = NOT_ASKED
+        rounds = Rounds(folder, systems, struck, absent, say)
         try:
             rounds.run(num, has_time)
         finally:
-            yield rounds.rows("breakdown" in cases, num)
+            yield rounds.rows("breakdown" in cases)
     twins: dict[str, list[float]] = {}
     for case in LAYOUTS:
         if case in cases and has_time(case):
-            yield layouts.measure(folder / case, case, num, twins, say)
+            floored = bare_torch.NAME in options.systems
+            yield layouts.measure(folder / case, case, num, twins, say, floored=floored)
     if ("overhead" in cases or "overhead_copies" in cases) and has_time("overhead"):
         yield overhead.measure(folder / "overhead", cases, options.pairs, say)
     if "zero1_overhead" in cases and has_time("zero1_overhead"):
@@ -132,47 +188,6 @@ def _all(folder: Path, options: argparse.Namespace, began_s: float) -> Iterator[
     for case in ("growth_ranks", "growth_params"):
         if case in cases and has_time(case):
             yield growth.measure(folder / case, case, say)
-
-
-def _held_to(rows: Sequence[Row]) -> list[str]:
-    """Each measured value beside its goal."""
-    found = {(one.case, one.system, one.metric): one.value for one in rows}
-    lines: list[str] = []
-
-    def goal(text: str, value: float | None, wanted: float, *, at_least: bool = False) -> None:
-        if value is not None:
-            holds = value >= wanted if at_least else value <= wanted
-            lines.append(
-                f"{'holds ' if holds else 'BROKEN'}  {text}: {value:.4g}, goal "
-                f"{'at least' if at_least else 'at most'} {wanted:g}"
-            )
-
-    goal(
-        "dp4_sigkill fault_to_step_s", found.get(("dp4_sigkill", "unicron", "fault_to_step_s")), 0.3
-    )
-    for peer, times in (("torchrun_workaround", 12.0), ("torchft_fast", 2.0)):
-        goal(
-            f"{peer} over unicron",
-            ratio(rows, "dp4_sigkill", "fault_to_step_s", peer, "unicron"),
-            times,
-            at_least=True,
-        )
-    goal(
-        "dp4_sigstop fault_to_step_s", found.get(("dp4_sigstop", "unicron", "fault_to_step_s")), 2.3
-    )
-    for case, name in (
-        ("tp2dp2_sigkill", "unicron"),
-        ("pp2dp2_sigkill", "unicron"),
-        ("zero1_sigkill", "unicron_mirrored"),
-        ("zero1_sigkill", "unicron_sharded"),
-    ):
-        goal(f"{case} {name} fault_to_step_s", found.get((case, name, "fault_to_step_s")), 0.6)
-        goal(f"{case} {name} loss_equal", found.get((case, name, "loss_equal")), 1.0, at_least=True)
-        if name != "unicron_sharded":  # only a copy has the lost shard
-            goal(f"{case} {name} iterations_lost", found.get((case, name, "iterations_lost")), 0.0)
-    for case, most in (("overhead", 1.01), ("overhead_copies", 1.03)):
-        goal(f"{case} iteration_ratio", found.get((case, "unicron", "iteration_ratio")), most)
-    return lines
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def in_words(axes: Axes) -> str:
 def parts_of(spec: Spec, layouts: Sequence[Axes]) -> list[list[dict[str, Any]]]:
     """By layout and position, the output of bench/recovery/parts.py."""
     done = subprocess.run(
-        [str(environment.PYTHON), "-P", "-m", "bench.recovery.parts"],
+        [str(environment.python("")), "-P", "-m", "bench.recovery.parts"],
         input=json.dumps({"spec": spec, "layouts": layouts}),
         env=environment.environment("bare"),
         capture_output=True,

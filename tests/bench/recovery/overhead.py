@@ -19,7 +19,7 @@ from typing import Protocol
 from bench.recovery.job import Parallel
 from bench.recovery.peers import Bare
 from bench.recovery.rows import Row, interval, row
-from bench.recovery.trial import START_S_MAX, NotStarted
+from bench.recovery.trial import STILL_S_MAX, NotStarted
 from bench.recovery.unicron import Unicron
 from unicron.workers.host import linux
 
@@ -197,11 +197,15 @@ def compared(
 
 
 def _warm(side: Side) -> None:
-    deadline_s = time.monotonic() + START_S_MAX
-    while max((num for _, num in side.steps()), default=0) < WARM_NUM:
-        if time.monotonic() > deadline_s:
-            raise NotStarted(f"{side.name} has not made {WARM_NUM} steps in {START_S_MAX:.0f} s")
+    """Wait until a side has made WARM_NUM steps. Raises NotStarted when it makes none for long."""
+    num, last_s = 0, time.monotonic()
+    while num < WARM_NUM:
+        if time.monotonic() > last_s + STILL_S_MAX:
+            raise NotStarted(f"{side.name} hangs: no step after {num} for {STILL_S_MAX:.0f} s")
         time.sleep(0.2)
+        now = max((done for _, done in side.steps()), default=0)
+        if now > num:
+            num, last_s = now, time.monotonic()
 
 
 def block(side: Side, block_s: float) -> tuple[float, float]:

@@ -11,6 +11,8 @@ from pathlib import Path
 from bench.recovery import environment
 from bench.recovery import watch as eyes
 from bench.recovery.job import NUM_MICRO_BATCHES, NUM_RANKS, VICTIM_NUM, spec
+from bench.recovery.trial import System
+from bench.recovery.unicron import Unicron
 from unicron.cli.cluster.local_cluster import free_port
 from unicron.workers.host import linux
 
@@ -33,7 +35,6 @@ class Peer:
     """What all peers share: a folder, a trace, and a mark in the environment of every process."""
 
     name = ""
-    python = environment.PYTHON
     within: Sequence[str] = ()
     """A command prefix, for example to start the processes in a network namespace."""
 
@@ -41,6 +42,7 @@ class Peer:
         self, folder: Path, name: str = "", *, size: str = "1M", traced: bool = True
     ) -> None:
         self.name = name or self.name
+        self.python = environment.python(self.name)
         self.folder = folder
         folder.mkdir(parents=True)
         (folder / "spec.json").write_text(
@@ -141,21 +143,33 @@ class Bare(Peer):
 class Torchrun(Peer):
     """One launcher for all ranks; after a failure it restarts all of them."""
 
+    launcher = "torch.distributed.run"
+    more: Sequence[str] = ()
+    """Arguments besides those of torchrun."""
+
     def start(self) -> None:
-        shares = self.name == "torchrun"
+        works_around = self.name == "torchrun_workaround"
         self.spawn(
-            "torchrun",
+            "launcher",
             "-m",
-            "torch.distributed.run",
+            self.launcher,
             "--nnodes=1",
             f"--nproc-per-node={NUM_RANKS}",
             f"--max-restarts={RESTARTS_NUM}",
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint=127.0.0.1:{self.port}",
+            *self.more,
             "-m",
             "bench.recovery.loop",
-            **({} if shares else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
+            **({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if works_around else {}),
         )
+
+
+class NvrxLauncher(Torchrun):
+    """NVRx's launcher, which began as torchrun; it looks as often as torchrun does by default."""
+
+    launcher = "nvidia_resiliency_ext.fault_tolerance.launcher"
+    more = ("--monitor-interval=0.1",)
 
 
 class Torchft(Peer):
@@ -217,4 +231,10 @@ KINDS: dict[str, type[Peer]] = {
     "torchft_stable": Torchft,
     "torchft_fast": Torchft,
     "nvrx": Nvrx,
+    environment.LAUNCHER: NvrxLauncher,
 }
+
+
+def made(name: str, folder: Path) -> System:
+    """The system of this name, in a new folder."""
+    return Unicron(folder) if name == "unicron" else KINDS[name](folder, name)

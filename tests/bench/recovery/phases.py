@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
-from bench.recovery import environment
 from bench.recovery import watch as eyes
 from bench.recovery.rows import Row, row
 from bench.recovery.trial import Trial
 
-FLOOR_S_MAX = 120.0
 Record = dict[str, Any]
 PHASES = (
     "1_detected",
@@ -120,28 +116,26 @@ def rows(
         found.append(row("breakdown", "unicron", name, [one[name] for one in taken], "ms"))
         if name in FLOORS:
             found.append(
-                row("breakdown", "floor", name, [one[FLOORS[name]] * 1000.0 for one in floor], "ms")
+                row(
+                    "breakdown",
+                    "bare_torch",
+                    name,
+                    [one[FLOORS[name]] * 1000.0 for one in floor],
+                    "ms",
+                )
             )
     found.append(
-        row("breakdown", "floor", PHASES[-1], steps_ms, "ms", "the same, undisturbed, by all ranks")
+        row(
+            "breakdown",
+            "bare_torch",
+            PHASES[-1],
+            steps_ms,
+            "ms",
+            "the same, undisturbed, by all ranks",
+        )
     )
     found.append(row("breakdown", "unicron", "whole", [sum(one.values()) for one in taken], "ms"))
     return found
-
-
-def floor(num: int) -> list[dict[str, float]]:
-    """The measurements of bare torch: see bench/recovery/floor.py."""
-    done = subprocess.run(
-        [str(environment.PYTHON), "-P", "-m", "bench.recovery.floor", str(num)],
-        env=environment.environment("bare"),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=FLOOR_S_MAX,
-    )
-    if done.returncode:
-        print(f"no floor: {done.stderr.strip().splitlines()[-1:]}", flush=True)
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def _first(records: Iterable[Record], kind: str, **wanted: object) -> Record | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.recovery import environment
+from bench.recovery import bare_torch
 from bench.recovery import phases as parts
-from bench.recovery.peers import KINDS, Bare
+from bench.recovery.bare_torch import Floor
+from bench.recovery.peers import Bare, made
 from bench.recovery.rows import Row, row
 from bench.recovery.trial import (
     RECOVER_S_MAX,
@@ -47,13 +48,20 @@ class Rounds:
     """All faults for all systems, in turn."""
 
     def __init__(
-        self, folder: Path, systems: Sequence[str], cases: Sequence[str], say: Callable[[str], None]
+        self,
+        folder: Path,
+        systems: Sequence[str],
+        cases: Sequence[str],
+        absent: Mapping[str, str],
+        say: Callable[[str], None],
     ) -> None:
+        """`absent`: the systems that cannot be started, and why."""
         self._folder, self._systems, self._cases, self._say = folder, systems, cases, say
         self._trials: list[Trial] = []
         self._taken: list[Taken] = []
         self._twin = Reference([])
-        self._absent = environment.absent()
+        self._absent = absent
+        self._floors = [Floor(folder, case, say) for case in cases if case in bare_torch.LAYOUTS]
 
     def run(self, num: int, has_time: Callable[[str], bool]) -> None:
         """Run `num` rounds, as long as `has_time` says so."""
@@ -65,14 +73,17 @@ class Rounds:
             # Another order in each round, so that no system always follows the same one.
             turn = (number - 1) % len(self._systems)
             for name in (*self._systems[turn:], *self._systems[:turn]):
-                if name not in self._absent:
+                if name == bare_torch.NAME:
+                    for floor in self._floors:
+                        floor.measure()
+                elif name not in self._absent:
                     self._struck(name, number)
 
     def _struck(self, name: str, number: int) -> None:
         """Run all cases. A system that returns to full strength needs only one launch."""
         waiting = list(self._cases)
         while waiting:
-            system = self._made(name, f"{name}-{number}-{len(waiting)}")
+            system = made(name, self._folder / f"{name}-{number}-{len(waiting)}")
             try:
                 system.start()
                 while waiting:
@@ -87,11 +98,6 @@ class Rounds:
                 self._trials.append(Trial(waiting.pop(0), name, 0.0, 0, 0.0, why=str(error)))
             finally:
                 system.stop()
-
-    def _made(self, name: str, folder: str) -> System:
-        if name == "unicron":
-            return Unicron(self._folder / folder)
-        return KINDS[name](self._folder / folder, name)
 
     def _add(self, trial: Trial, system: System, number: int) -> None:
         self._trials.append(trial)
@@ -111,36 +117,25 @@ class Rounds:
             )
 
     # --- what came of it ------------------------------------------------------------------------
-    def rows(self, breakdown: bool, num: int) -> list[Row]:
+    def rows(self, breakdown: bool) -> list[Row]:
         """The rows of all systems. If a system is absent or does not recover, a note says so."""
         found: list[Row] = []
         for case in self._cases:
             for name in self._systems:
                 trials = [one for one in self._trials if (one.case, one.system) == (case, name)]
-                found += self._rows_of(case, name, trials)
+                if name in self._absent:
+                    why = self._absent[name]
+                    found.append(Row(case, name, "recovered", None, "trials", 0, why))
+                elif trials:
+                    found += rows_of(case, name, trials)
+            found += [row for floor in self._floors if floor.case == case for row in floor.rows()]
         if breakdown and self._taken:
-            self._say("breakdown: the floor, in bare torch")
             found += parts.rows(
                 [one.phases for one in self._taken],
                 [one.step_ms for one in self._taken],
-                parts.floor(num),
+                [one for floor in self._floors for one in floor.times],
             )
         return found
-
-    def _rows_of(self, case: str, name: str, trials: Sequence[Trial]) -> list[Row]:
-        if name in self._absent:
-            return [
-                Row(
-                    case,
-                    name,
-                    "recovered",
-                    None,
-                    "trials",
-                    0,
-                    f"cannot be installed: {self._absent[name]}",
-                )
-            ]
-        return rows_of(case, name, trials)
 
 
 def train_twin(folder: Path, num: int, size: str = "1M") -> list[float]:
@@ -162,13 +157,15 @@ def train_undisturbed(system: System, num: int) -> list[float]:
 
 
 def rows_of(case: str, name: str, trials: Sequence[Trial]) -> list[Row]:
-    """The number of a system's trials that recovered, and each metric."""
+    """The number of a system's trials that recovered, None if none was struck; and each metric."""
     healed = [one for one in trials if one.step is not None]
+    struck = any(one.iteration_s for one in trials)
     whys = sorted({one.why for one in trials if one.why})
     note = f"{len(healed)} of {len(trials)} recovered in {RECOVER_S_MAX:.0f} s" + (
         f": {'; '.join(whys)}" if whys else ""
     )
-    rows = [Row(case, name, "recovered", float(len(healed)), "trials", len(trials), note)]
+    value = float(len(healed)) if struck else None
+    rows = [Row(case, name, "recovered", value, "trials", len(trials), note)]
     for metric, unit in METRICS:
         values = [getattr(one, metric) for one in trials if one.iteration_s]
         rows.append(row(case, name, metric, values, unit))

@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from bench import cores
+
 CONFIDENCE_RATIO = 0.95
 
 
@@ -126,8 +128,9 @@ def write(rows: Sequence[Row], file: Path, about: dict[str, Any]) -> None:
 def finish(
     rows: Sequence[Row], file: Path, began_s: float, lines: Sequence[str], **about: object
 ) -> None:
-    """Write the rows and their stamp; print their table and `lines`."""
+    """Write the rows and their stamp, with a row for the machine; print their table and `lines`."""
     took_s = round(time.monotonic() - began_s)
+    rows = [*rows, Row("machine", "all cores", "cores_speed", cores.speed(), "pieces/s", 1)]
     write(
         rows,
         file,

@@ -12,8 +12,11 @@ from typing import Any, NamedTuple, Protocol
 from bench.recovery import watch as eyes
 from bench.recovery.job import NUM_MICRO_BATCHES, NUM_RANKS, SAVE_EVERY_NUM, STRUCK_NUM, VICTIM_NUM
 
-START_S_MAX = 90.0
-RECOVER_S_MAX = 15.0
+STILL_S_MAX = 90.0
+"""How long a system that starts may write nothing into its trace: it loads torch and Megatron."""
+RIPE_NUM_MAX = 100
+"""Iterations within which all ranks must once train together."""
+RECOVER_S_MAX = 30.0
 WHOLE_S_MAX = 40.0
 LOSSES_S_MAX = 5.0
 """How long after the iterations a system may report their losses."""
@@ -167,16 +170,21 @@ def reported_losses(system: System, wanted: range, limit_s: float) -> dict[int, 
 def ripe(
     system: System, num_ranks: int, victim: int, warm: int, fits: Callable[[int], bool], half: int
 ) -> int:
-    """Wait until the victim is past `half` of the micro-batches of an iteration; its pid."""
+    """Wait until the victim is past `half` of the micro-batches of an iteration; its pid. Raises
+    NotStarted when nothing new comes, or never all ranks train."""
     watch = system.watch
     begun: dict[tuple[int, int, int], int] = {}
     done: dict[tuple[int, int], int] = {}
     watch.look()
     for line in watch.lines:
         _count(line, begun, done)
-    for new in watch.until(START_S_MAX):
+    steps_num = 0
+    for new in watch.while_new(STILL_S_MAX):
         if why := system.tend():
             raise NotStarted(why)
+        steps_num += sum(line["event"] == "done" for line in new)
+        if steps_num > RIPE_NUM_MAX * num_ranks:
+            raise NotStarted(f"{RIPE_NUM_MAX} iterations passed, none of them by all ranks")
         for line in new:
             _count(line, begun, done)
         for line in new:
@@ -190,7 +198,7 @@ def ripe(
                 and _is_full(watch, num_ranks, line)
             ):
                 return int(line["pid"])
-    raise NotStarted(f"not ready to be struck within {START_S_MAX:.0f} s")
+    raise NotStarted(f"hangs: nothing new in its trace for {STILL_S_MAX:.0f} s")
 
 
 def _count(line: eyes.Line, begun: dict[Any, int], done: dict[Any, int]) -> None:

@@ -42,6 +42,16 @@ class Watch:
             yield self.look()
             time.sleep(LOOK_S)
 
+    def while_new(self, still_s: float) -> Iterator[list[Line]]:
+        """Yields new lines repeatedly until none came for `still_s`."""
+        last_s = time.monotonic()
+        while time.monotonic() < last_s + still_s:
+            new = self.look()
+            if new:
+                last_s = time.monotonic()
+            yield new
+            time.sleep(LOOK_S)
+
     def losses(self) -> dict[int, float]:
         """The loss of each iteration, as last reported by a peer."""
         return {line["iteration"]: line["loss"] for line in self.told}
