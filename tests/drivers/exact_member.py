@@ -46,7 +46,9 @@ class ExactMember:
         assert self.exact is not None
         self.exponents = self.exact.exponents
         self._reduction = ExactReduction(
-            self.trainee, self.exact, SimpleNamespace(groups=groups)  # type: ignore[arg-type]
+            self.trainee,
+            self.exact,
+            SimpleNamespace(groups=groups),  # type: ignore[arg-type]
         )
 
     def begin(self, redone: int = 0) -> None:

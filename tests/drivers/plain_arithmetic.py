@@ -42,9 +42,10 @@ def integer_sum(values: Iterable[float], unit: Fraction) -> Fraction:
     return sum((round(Fraction(value) / unit) for value in values), 0) * unit
 
 
-def exponent_after(peak: float, headroom_bits: int = 10) -> int:
-    """The exponent that a reduced gradient with this largest element leaves to the next step."""
-    return math.frexp(peak)[1] + headroom_bits
+def exponent_after(bits: int, peak: float, top: float) -> int:
+    """The exponent that an iteration leaves to the next. `peak`: the largest element of the reduced
+    gradient, `top`: of a micro-batch's."""
+    return math.frexp(peak)[1] + 10 if bits == 64 else math.frexp(top)[1] + 4
 
 
 def norm(values: Iterable[float]) -> float:

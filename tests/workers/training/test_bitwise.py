@@ -47,7 +47,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[Axes]]] = {
     "overlapped": (OVERLAPPED, [Axes(dp=2), Axes(), Axes(dp=3)]),
     "bf16": ({"precision": "bf16", "parallel": PIPELINE}, [Axes(dp=3), Axes(), Axes(pp=2)]),
     "fp16": (FP16, [Axes(dp=2), Axes(dp=3)]),
-    "32 bits": ({"reproducible_bits": 32}, [Axes(), Axes(dp=3)]),
+    "32 bits": (
+        {"reproducible_bits": 32, "parallel": PIPELINE},
+        [Axes(dp=3), Axes(pp=2), Axes(), Axes(pp=2, dp=2)],
+    ),
     "per micro-batch": ({"loss": "per_micro_batch"}, [Axes(), Axes(dp=3)]),
 }
 

@@ -57,7 +57,7 @@ def gradients(member: ExactMember, precision: str) -> Iterator[tuple[Any, dict[s
             ]
             for name, limit in limits.items()
         }
-        limits = {name: exponent_after(max(map(abs, of))) for name, of in sums.items()}
+        limits = {name: exponent_after(64, max(map(abs, of)), 0.0) for name, of in sums.items()}
         yield (
             micro_batches,
             {name: [value / scale / TOKENS_NUM for value in of] for name, of in sums.items()},
