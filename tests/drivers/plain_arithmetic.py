@@ -45,7 +45,7 @@ def integer_sum(values: Iterable[float], unit: Fraction) -> Fraction:
 def exponent_after(bits: int, peak: float, top: float) -> int:
     """The exponent that an iteration leaves to the next. `peak`: the largest element of the reduced
     gradient, `top`: of a micro-batch's."""
-    return math.frexp(peak)[1] + 10 if bits == 64 else math.frexp(top)[1] + 4
+    return math.frexp(peak)[1] + 10 if bits == 64 else math.frexp(top)[1] + 6
 
 
 def norm(values: Iterable[float]) -> float:

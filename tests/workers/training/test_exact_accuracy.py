@@ -99,14 +99,15 @@ def test_64_bits_are_the_true_sum_rounded_once(
 @pytest.mark.parametrize("num", [12, 48])
 def test_32_bits_are_far_below_the_rounding_of_bf16(alone: Any, num: int) -> None:
     mine, fp32, _ = measured(alone, 32, num)
-    assert 20 < mine / fp32 < 200
-    assert mine < BF16_ERROR_RATIO / 100
+    assert 100 < mine / fp32 < 600
+    assert mine < BF16_ERROR_RATIO / 30
 
 
 @pytest.mark.parametrize("bits", [64, 32])
-def test_many_micro_batches_lose_nothing(alone: Any, bits: Any, num: int = 256) -> None:
+def test_many_micro_batches_lose_nothing(alone: Any, bits: Any) -> None:
     """Each has a small part of the sum, which must not round to 0. Magnitudes within a parameter
     differ by 2^10, as in a model; each micro-batch adds noise of the same size."""
+    num = 256
     member = ExactMember(alone, reproducible_bits=bits, batch=Batch(global_=2 * num, micro=2))
     random = torch.Generator().manual_seed(num)
     sizes = {

@@ -19,8 +19,8 @@ from .digest import digest
 
 HEADROOM_BITS = 10
 """A micro-batch's gradient may be 2^10 times the largest element of the last reduced gradient."""
-HEADROOM_OF_32_BITS = 4
-"""With 32 bits it may be 2^4 times the largest element of a micro-batch's gradient in the last
+HEADROOM_OF_32_BITS = 6
+"""With 32 bits it may be 2^6 times the largest element of a micro-batch's gradient in the last
 iteration. That of the reduced gradient, which is up to as many times larger as an iteration has
 micro-batches, with 2^10 left an integer so few bits that with 256 micro-batches a quarter of all
 elements became 0."""
