@@ -69,6 +69,7 @@ FLAGS: dict[str, Changes] = {
         "float16", "fp16=True", "initial_loss_scale=2048.0", "loss_scale_window=2", "hysteresis=1"
     ),
     "clipping": [(OPTIMIZER, "clip_grad=0.05,")],
+    "no clipping": [(OPTIMIZER, "clip_grad=0.0,")],
     "per micro-batch": [("sequence=SEQUENCE,", 'sequence=SEQUENCE, loss="per_micro_batch",')],
     "dropout": [
         ("hidden_dropout=0.0", "hidden_dropout=0.1"),
@@ -82,7 +83,15 @@ FLAGS: dict[str, Changes] = {
     ],
 }
 """By flag: the replacements in the example."""
-OTHER_RESULT = ("bf16", "fp16", "clipping", "per micro-batch", "dropout", "tied embeddings")
+OTHER_RESULT = (
+    "bf16",
+    "fp16",
+    "clipping",
+    "no clipping",
+    "per micro-batch",
+    "dropout",
+    "tied embeddings",
+)
 """The flags with which another result is right. The others only train in another way."""
 
 SAMPLE = "    return tokens(iteration * asked.micro_batches + micro_batch)"

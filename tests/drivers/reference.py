@@ -84,38 +84,23 @@ def train_undisturbed(
     tell: Callable[[int, float], None] | None = None,
     num_iterations: int | None = None,
     keep: Collection[int] = (),
+    watch: Callable[[TrainingModel], None] = lambda trainee: None,
 ) -> None:
     """Train; the final state goes to `out`/final. `order`: of the micro-batches in a sum. `keep`:
-    the numbers of iterations after which the state also goes to `state_folder`."""
-    import torch
+    the numbers of iterations after which the state also goes to `state_folder`. `watch` is given
+    the model before its first iteration."""
     import torch.distributed as dist
     from unicron.workers.training.model import cpu_device
 
     with cpu_device.uncompiled():
-        from megatron.core import parallel_state
-        from megatron.core.distributed import finalize_model_grads
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from unicron.workers.training.checkpoint import checkpoint
         from unicron.workers.training.dependencies import private_megatron
         from unicron.workers.training.model import text_data
-        from unicron.workers.training.model import trainee as model
         from unicron.workers.training.process.history import History
 
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    device = cpu_device.prepare_device()
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    # One process has nothing to overlap, so it uses Megatron's plain reduction for every spec.
-    trainee = model.build(
-        replace(train, overlap=False, bucket_params=0, parallel=Parallel()), device
-    )
-    trainee.ddps[0].config.finalize_model_grads_func = finalize_model_grads
-    trainee.ddps[0].config.grad_scale_func = trainee.optimizer.scale_loss
-    # If this is False, Megatron's schedule divides the loss sum of each micro-batch by its number
-    # of tokens and by the number of micro-batches, as in Megatron's own training loop.
-    trainee.ddps[0].config.calculate_per_token_loss = train.loss == "per_token"
+    trainee = _built(train)
+    watch(trainee)
     words = text_data.load(train.data, train.model.sequence)
     items = list(order if order is not None else range(train.num_micro_batches))
     assert sorted(items) == list(range(train.num_micro_batches))
@@ -153,6 +138,33 @@ def train_undisturbed(
     checkpoint.save(str(out / "final"), trainee, num_iterations, history)
     private_megatron.clear_globals()
     dist.destroy_process_group()
+
+
+def _built(train: Train) -> TrainingModel:
+    """The model in a world of this process, with Megatron's own reduction and division."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.distributed import finalize_model_grads
+    from unicron.workers.training.model import cpu_device
+    from unicron.workers.training.model import trainee as model
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    device = cpu_device.prepare_device()
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    # One process has nothing to overlap, so it uses Megatron's plain reduction for every spec.
+    trainee = model.build(
+        replace(train, overlap=False, bucket_params=0, parallel=Parallel()), device
+    )
+    trainee.ddps[0].config.finalize_model_grads_func = finalize_model_grads
+    trainee.ddps[0].config.grad_scale_func = trainee.optimizer.scale_loss
+    # If this is False, Megatron's schedule divides the loss sum of each micro-batch by its number
+    # of tokens and by the number of micro-batches, as in Megatron's own training loop.
+    trainee.ddps[0].config.calculate_per_token_loss = train.loss == "per_token"
+    return trainee
 
 
 def _step_exactly(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tracemalloc
 from collections.abc import Callable
@@ -294,3 +295,12 @@ def test_memory_stays_constant(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 1 << 20 < path.stat().st_size // 4
     finally:
         tracemalloc.stop()
+
+
+def test_the_chain_is_that_of_hashlib(exported: Path) -> None:
+    """SHA-256 over the chain before and the line without its own, which is its last member."""
+    chain = ""
+    for line in exported.read_bytes().splitlines():
+        body, found = line[:-2].split(b',"chain":"')
+        chain = hashlib.sha256(chain.encode() + body + b"}").hexdigest()
+        assert found.decode() == chain

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -573,3 +575,25 @@ def test_identities_differ() -> None:
     assert [make() for make in makes] == made
     with pytest.raises(AssertionError):
         only_key("n1", b"")("n2")
+
+
+def hmac_of(key: bytes, *parts: bytes) -> bytes:
+    return hmac.new(key, b"\n".join(parts), hashlib.sha256).digest()
+
+
+def test_keys_and_signatures_are_those_of_hmac() -> None:
+    """Each by the standard library, from the secret and the texts that identity.py documents."""
+    secret = bytes(range(SECRET_BYTES))
+    key = hmac_of(secret, b"key", b"n1", b"c")
+    assert IDENTITIES.key("n1") == key
+    assert IDENTITIES.password("n1", N1) == (
+        hmac_of(secret, b"password", b"n1", str(N1).encode(), b"c").hex()
+    )
+    assert identity.password_hash("p") == hashlib.sha256(b"p").hexdigest()
+    assert identity.sign_report(key, b"wire") == hmac_of(key, b"report", b"wire") + b"wire"
+    assert identity.sign_order(key, "3-7", b"wire", b"keys") == (
+        hmac_of(key, b"order", b"3-7", b"4", b"wirekeys")
+    )
+    store = hmac_of(key, b"store", b"")
+    assert store_secret(key) == store
+    assert store_key(store, 5, 2).key == hmac_of(store, b"task", b"5", b"2")

@@ -504,6 +504,7 @@ def test_the_file_holds_hashes_and_survives_a_restart(tmp_path: Path) -> None:
     first.revoke("gone")
     text = path.read_text()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert kept.sha256 == hashlib.sha256(secret.encode()).hexdigest()
     assert kept.sha256 in text
     for hidden in (secret, gone, "owner"):
         assert hidden not in text

@@ -32,13 +32,16 @@ def drive(tmp_path: Path, nursery: Nursery) -> Iterator[Callable[..., Driver]]:
 
 @pytest.fixture
 def alone() -> Iterator[Any]:
-    """The process groups of a world of one process."""
+    """The process groups of a world of one process, which computes with one thread: a rank's
+    default, on which the bits depend."""
+    import torch
     import torch.distributed as dist
     from unicron.events.spec.model import Axes
     from unicron.workers.training.communicators import process_groups
     from unicron.workers.training.dependencies import private_megatron
     from unicron.workers.training.model import cpu_device
 
+    torch.set_num_threads(1)
     cpu_device.prepare_device()
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)

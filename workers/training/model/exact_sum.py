@@ -19,6 +19,11 @@ from .digest import digest
 
 HEADROOM_BITS = 10
 """A micro-batch's gradient may be 2^10 times the largest element of the last reduced gradient."""
+HEADROOM_OF_32_BITS = 6
+"""With 32 bits it may be 2^6 times the largest element of a micro-batch's gradient in the last
+iteration. That of the reduced gradient, which is up to as many times larger as an iteration has
+micro-batches, with 2^10 left an integer so few bits that with 256 micro-batches a quarter of all
+elements became 0."""
 FIRST_BITS = 9
 """Before the first step: no element of a micro-batch's gradient is above 2^9."""
 USES_NUM_MAX = 2
@@ -78,10 +83,14 @@ class ExactSum:
         """By parameter: what an element of a micro-batch's gradient may be at most."""
         return power_of_two(self._limits).float()
 
-    def next_exponents(self, peaks: Tensor) -> Tensor:
-        """The exponents after a step whose reduced gradients have these largest elements."""
-        exponents = torch.frexp(peaks)[1] + HEADROOM_BITS - self._loss_exponent
-        return torch.where(peaks > 0, exponents, self.exponents).to(torch.int32)
+    def next_exponents(self, peaks: Tensor, tops: Tensor) -> Tensor:
+        """The exponents after a step whose reduced gradients have the largest elements `peaks`, and
+        whose micro-batches have `tops`, over all members."""
+        most, headroom = (
+            (peaks, HEADROOM_BITS) if self.dtype == torch.int64 else (tops, HEADROOM_OF_32_BITS)
+        )
+        exponents = torch.frexp(most)[1] + headroom - self._loss_exponent
+        return torch.where(most > 0, exponents, self.exponents).to(torch.int32)
 
     def begin(self, loss_scale: Tensor | None, redone: int) -> None:
         """Called before the micro-batches of an iteration, which has been begun `redone` times

@@ -196,6 +196,10 @@ class ExactReduction:
         for group in (groups.dp_cp, groups.tp):
             if group.size() > 1:
                 dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+        if self._tied and self._sums.dtype == torch.int32:  # each stage has seen one of two uses
+            tied = both[:, self._tied]
+            dist.all_reduce(tied, dist.ReduceOp.MAX, group=groups.embd)
+            both[:, self._tied] = tied
         self._tops, self._peaks = both
 
     def _parts(self) -> list[Tensor]:
@@ -209,7 +213,7 @@ class ExactReduction:
     def barrier(self) -> ExactBarrier:
         """What this member adds to the step barrier. Waits for the device."""
         exponents = torch.frexp(self._peaks)[1]
-        self._next_exponents = self._sums.next_exponents(self._peaks)
+        self._next_exponents = self._sums.next_exponents(self._peaks, self._tops)
         counted = [
             index
             for index, param in enumerate(self._sums.params)
