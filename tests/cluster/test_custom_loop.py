@@ -14,6 +14,7 @@ import pytest
 from loop_driver import NOT_A_NUMBER, SAMPLE, changed_example
 from megatron_trial import stand_in
 from real_cluster import RealCluster
+from source_changes import changed
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "deploy" / "examples" / "loop.py"
@@ -102,15 +103,12 @@ def test_a_killed_rank_of_a_loop_changes_no_result(cluster: RealCluster, tmp_pat
 @pytest.mark.thorough
 def test_a_loop_that_declines_restarts_as_a_whole(cluster: RealCluster, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    text = EXAMPLE.read_text()
     step = "        iteration = job.step()\n"
-    for old, new in (
+    changes = (
         ("calculate_per_token_loss=True", "calculate_per_token_loss=False"),
         (step, f"{step}        time.sleep(0.3)\n"),
-    ):
-        assert old in text
-        text = text.replace(old, new)
-    script.write_text(text)
+    )
+    script.write_text(changed(EXAMPLE.read_text(), changes))
     losses = tmp_path / "losses"
     after = cluster.seq()
     task = cluster.submit(

@@ -9,6 +9,7 @@ from typing import Any
 from nursery import Nursery
 from rank_driver import Driver
 from reference import compare
+from source_changes import changed
 from unicron.events.spec.job import parse
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "examples" / "loop.py"
@@ -135,12 +136,8 @@ def changed_example(
     folder: Path, changes: Iterable[tuple[str, str]], example: Path = EXAMPLE
 ) -> Path:
     """Write the example with these replacements, each of which must apply; return its path."""
-    text = example.read_text()
-    for old, new in changes:
-        assert old in text
-        text = text.replace(old, new)
     script = folder / "train.py"
-    script.write_text(text)
+    script.write_text(changed(example.read_text(), changes))
     return script
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from launcher import launch
 from real_cluster import RealCluster
+from source_changes import changed
 
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
 NUM, VICTIM, ITERATIONS, MICRO_BATCHES, EVERY = 2, 1, 12, 6, 2
@@ -68,10 +69,7 @@ class Restart(NamedTuple):
 
 def script_of(folder: Path, case: Case) -> Path:
     """The changed example. Each of its lines says when and by which process it was written."""
-    text = (EXAMPLES / case.example).read_text()
-    for old, new in case.changes:
-        assert old in text
-        text = text.replace(old, new)
+    text = changed((EXAMPLES / case.example).read_text(), case.changes)
     for old, new in STAMPED:
         text = text.replace(old, new)
     for step in STEPPED:

@@ -12,6 +12,7 @@ import pytest
 from nursery import Nursery
 from rank_driver import Driver
 from reference import compare
+from source_changes import changed
 from unicron.cli.files import job_file
 from unicron.control_plane.throughput.layout_choices import choices
 from unicron.control_plane.throughput.memory import in_gib, rank_parameters
@@ -194,10 +195,7 @@ SMALL = {"megatron-7b": Axes(tp=2, dp=4), "megatron-70b": Axes(tp=2, pp=4)}
 
 def trained(folder: Path, nursery: Nursery, axes: Axes, optimizer: str) -> Path:
     """Train in these axes; return the final checkpoint."""
-    text = (EXAMPLES / "loop.py").read_text(encoding="utf-8")
-    for old, new in LLAMA:
-        assert old in text
-        text = text.replace(old, new)
+    text = changed((EXAMPLES / "loop.py").read_text(encoding="utf-8"), LLAMA)
     folder.mkdir()
     (folder / "llama.py").write_text(text, encoding="utf-8")
     argv = [
