@@ -123,7 +123,13 @@ def test_code_alone_makes_a_measurement_dirty(checkout: Checkout, file: str, com
         program = "import rows; print(rows.describe()['commit'])"
         command = [sys.executable, "-c", program]
         done = subprocess.run(
-            command, cwd=rows.parent, check=True, capture_output=True, text=True, timeout=60
+            command,
+            cwd=rows.parent,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         return done.stdout.strip()
 
