@@ -57,13 +57,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     `--hypothesis-profile thorough` tries all examples that the test states, drawn at random.
     """
     names = [line for line in REAL.read_text().splitlines() if line and not line.startswith("#")]
-    there = set[str]()
+    there, functions = set[str](), set[str]()
     for item in items:
-        for name in (item.nodeid, item.nodeid.partition("[")[0]):
+        function = item.nodeid.partition("[")[0]
+        functions.add(function)
+        for name in (item.nodeid, function, item.nodeid.partition("::")[0]):
             if name in names:
                 there.add(name)
                 item.add_marker("real")
-    functions = {item.nodeid.partition("[")[0] for item in items}
     lost = [name for name in names if name not in there and name.partition("[")[0] in functions]
     if lost and not any("::" in word for word in config.args):
         raise pytest.UsageError(f"{REAL}: there is no test {lost[0]}")

@@ -231,9 +231,10 @@ def test_each_name_of_a_real_test_is_that_of_a_function() -> None:
     assert names == sorted(set(names))
     for name in names:
         file, _, function = name.partition("[")[0].partition("::")
-        assert re.search(rf"^(async )?def {function}\(", (suite.ROOT / file).read_text(), re.M), (
-            name
-        )
+        assert (suite.ROOT / file).exists(), name
+        assert not function or re.search(
+            rf"^(async )?def {function}\(", (suite.ROOT / file).read_text(), re.M
+        ), name
 
 
 # --- places of ranks -----------------------------------------------------------------------------
