@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import structlog
-from hypothesis import is_hypothesis_test, settings
+from hypothesis import Phase, is_hypothesis_test, settings
 from memory_log import MemoryLog
 from unicron.events.log import embedded_server
 from unicron.events.log.identity import SECRET_BYTES, Identities
@@ -27,6 +27,13 @@ SHARE_OF_EXAMPLES, EXAMPLES_NUM_MIN = 0.25, 20
 ASYNC_TEST_S_MAX = 160.0
 settings.register_profile("bounded", deadline=None, derandomize=True, database=None)
 settings.register_profile("thorough", deadline=None, print_blob=True)
+# `make mutants` counts failures; to search for the smallest example of each takes longer.
+settings.register_profile(
+    "mutants",
+    settings.get_profile("bounded"),
+    phases=(Phase.explicit, Phase.generate),
+    report_multiple_bugs=False,
+)
 settings.load_profile("bounded")
 
 
