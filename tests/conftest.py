@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import rank_places
 import structlog
-from hypothesis import is_hypothesis_test, settings
+from hypothesis import Phase, is_hypothesis_test, settings
 from memory_log import MemoryLog
 from unicron.events.log import embedded_server
 from unicron.events.log.identity import SECRET_BYTES, Identities
@@ -38,6 +38,13 @@ RANKS_NUM = {
 """Folder -> how many ranks its tests start at most, if they are not marked `ranks(N)`."""
 settings.register_profile("bounded", deadline=None, derandomize=True, database=None)
 settings.register_profile("thorough", deadline=None, print_blob=True)
+# `make mutants` counts failures; to search for the smallest example of each takes longer.
+settings.register_profile(
+    "mutants",
+    settings.get_profile("bounded"),
+    phases=(Phase.explicit, Phase.generate),
+    report_multiple_bugs=False,
+)
 settings.load_profile("bounded")
 
 

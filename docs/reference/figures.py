@@ -31,6 +31,7 @@ from bench.web import main as web
 from hosts import demo as hosts
 from matrix.cells import cells, loop_cells
 from matrix.table import markdown, markdown_of_loops
+from mutants import table as mutants
 from slurm import demo as slurm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -429,6 +430,10 @@ def _loops(rows: Sequence[Row], about: About) -> str:
     )
 
 
+def _mutants(rows: Sequence[Row], about: About) -> str:
+    return f"{about['cores']} cores. {mutants.markdown(rows)}"
+
+
 def _hosts(rows: Sequence[Row], about: About) -> str:
     found = _by_key(rows)
     lines: list[list[str]] = []
@@ -582,6 +587,9 @@ BLOCKS = {
     ),
     "fault-matrix-loops": Block(
         "docs/reference/fault-matrix.md", "fault-matrix", LOOP_MATRIX, "outcome", _loops
+    ),
+    "mutants": Block(
+        "docs/reference/mutants.md", "mutants", mutants.PATCHES, mutants.IN_TEST, _mutants
     ),
     "scale": Block("docs/guides/bench-scale.md", "scale", SCALES, "record_us", _scale),
     "log": Block("docs/guides/bench-log.md", "log", log.CASES, "worst_s", _log),

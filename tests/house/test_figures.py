@@ -114,7 +114,8 @@ def test_a_page_without_the_block_is_an_error(tmp_path: Path) -> None:
         name
         for name in figures.BLOCKS
         if figures.BLOCKS[name].rows
-        and name not in ("chaos-training", "throughput", "fault-matrix", "fault-matrix-loops")
+        and name
+        not in ("chaos-training", "throughput", "fault-matrix", "fault-matrix-loops", "mutants")
     ],
 )
 def test_every_block_is_rendered_from_its_bench_rows(name: str, tmp_path: Path) -> None:
@@ -208,3 +209,21 @@ def test_the_loops_of_the_matrix_are_written_when_they_are_whole(tmp_path: Path)
     page = measured(tmp_path, "fault-matrix-loops", rows)
     assert "| loop | point | SIGKILL | SIGSTOP |" in page
     assert page.count(" = |") == len(rows)
+
+
+def test_the_mutants_are_written_when_all_were_run(tmp_path: Path) -> None:
+    counts = {figures.mutants.IN_TEST: 3, figures.mutants.IN_REAL: 1, figures.mutants.TOOK: 9}
+    rows = [
+        row(name, "unicron", metric, num, 1) | {"note": "it breaks"}
+        for name in figures.mutants.PATCHES
+        for metric, num in counts.items()
+    ]
+    assert measured(tmp_path, "mutants", rows[3:]) == PAGE.format("mutants")
+    rows[0]["value"] = 0
+    rows[3]["value"] = rows[4]["value"] = 0
+    page = measured(tmp_path, "mutants", rows)
+    num = len(figures.mutants.PATCHES)
+    assert f"{num - 1} of {num} mutants are seen, in {9 * num} s." in page
+    assert page.count("| it breaks | test | 3 | 1 | 9 |") == num - 2
+    assert page.count("| it breaks | real | 0 | 1 | 9 |") == 1
+    assert page.count("| it breaks | **not seen** | 0 | 0 | 9 |") == 1

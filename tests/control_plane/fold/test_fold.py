@@ -6,12 +6,14 @@ import hashlib
 import string
 from typing import Any
 
+import msgspec
 import pytest
 from decider import Driver, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 from msgspec.structs import replace
+from rank_bodies import body_of
 from unicron.control_plane.api.view import view
 from unicron.control_plane.decide.advance import accepts, advance
 from unicron.control_plane.decide.replay import verify
@@ -240,6 +242,48 @@ def _stale(body: t.Body) -> t.Body | None:
     if isinstance(body, r.DeadlineReached):
         return body
     return None
+
+
+OF_A_MEMBER: tuple[type[t.Body], ...] = (
+    r.StepTimeChanged,
+    r.CollectiveFailed,
+    r.Quiesced,
+    r.Reconfigured,
+    r.ReconfigureFailed,
+    r.RankFinished,
+    r.RankStalled,
+    r.RankUnstalled,
+)
+"""Reports of one generation of a member."""
+
+
+@pytest.mark.parametrize("generation", [0, 2], ids=["old", "new"])
+@pytest.mark.parametrize("kind", OF_A_MEMBER, ids=lambda kind: kind.__name__)
+def test_a_report_of_another_generation_changes_nothing(
+    kind: type[t.Body], generation: int
+) -> None:
+    """The task, the process and its attempt are right."""
+    driver = Driver()
+    task = driver.state.tasks[driver.running()]
+    rank = task.ranks[1]
+    stall = r.RankStalled(
+        task=task.id,
+        rank=1,
+        attempt=1,
+        generation=task.generation,
+        iteration=1,
+        where="own",
+        what="",
+        collective=0,
+        in_s=1.0,
+        normal_s=1.0,
+    )
+    driver.tell(f"{rank.slot.node}/1", stall)
+    assert (task.generation, list(task.stalls)) == (1, [1])
+    before = msgspec.to_builtins(task)
+    body = body_of(kind, task=task.id, rank=1, attempt=1, generation=generation)
+    assert len(driver.tell(f"{rank.slot.node}/1", body)) == 1
+    assert msgspec.to_builtins(task) == before
 
 
 def test_reports_of_a_source_are_taken_in_order() -> None:
