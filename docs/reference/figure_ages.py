@@ -119,6 +119,7 @@ FIGURES = {
         ),
         in_readme=True,
     ),
+    "mutants": Figure("mutants", "tests/mutants", ("events", "control_plane", "workers", "cli")),
     "web": Figure("bench-web", "tests/bench/web", ("control_plane/web", "control_plane/api")),
     "screenshots": Figure(
         "screenshots",
