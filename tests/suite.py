@@ -343,7 +343,7 @@ def _tell_all(
             print(f"left out  {num}: {verb}")
     used = os.times()
     cpu_s = used.children_user + used.children_system
-    alone = ", which passed alone," if well and counts["failed"] else ""
+    alone = ", which passed alone" if well and counts["failed"] else ""
     left = sum(lane.num_collected for lane in lanes) - sum(counts.values())
     print(
         f"tests     {'interrupted: ' if interrupted else ''}{_said(counts, alone)}"
