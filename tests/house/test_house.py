@@ -113,9 +113,8 @@ def test_imports_have_absolute_names() -> None:
     ]
 
 
-if (
-    __name__ == "__main__"
-):  # After a file was moved: PYTHONPATH=tests python tests/house/test_house.py
+# Lists the debts anew after a file was moved: PYTHONPATH=tests python tests/house/test_house.py
+if __name__ == "__main__":
     listed = {line.partition(": ")[0] for line in DEBTS.read_text(encoding="utf-8").splitlines()}
     made = {f"{r.__name__}: {text}" for r in RULES if r.__name__ in listed for text in r(ROOT)}
     DEBTS.write_text("".join(f"{line}\n" for line in sorted(made)), encoding="utf-8")
