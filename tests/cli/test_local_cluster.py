@@ -720,12 +720,12 @@ def test_operator_commands_on_a_running_cluster(cluster, tmp_path):
     assert f"alpha    0 -> 1 slot: {home['alpha']}/0" in on
 
     until(lambda: "2 train, 0 idle" in cluster("status").stdout)
+    assert "runs no rank 5" in cluster("inject", "stop", "beta", "5").stderr
     broken = cluster("inject", "rank", "beta", "--reason", "to see")
     assert "rank 0 on " in broken.stdout, broken.stderr
     assert "will be killed on purpose (seq " in broken.stdout
     asked = [one for one in cluster.records() if one["kind"] == "FaultRequested"]
     assert [(one["body"]["what"], one["body"]["reason"]) for one in asked] == [("rank", "to see")]
-    assert "runs no rank 5" in cluster("inject", "stop", "beta", "5").stderr
 
 
 def test_the_password_of_an_external_redis_is_in_no_argv(cluster, tmp_path):

@@ -322,7 +322,6 @@ PATH = all_pairs(WHOLE)
 @pytest.mark.thorough
 def test_every_layout_takes_over_from_every_other(path: list[Layout]) -> None:
     assert len(set(pairwise(PATH))) == len(WHOLE) * (len(WHOLE) - 1)
-    assert set(path) == set(WHOLE), "each half gives and takes every layout"
     worlds.run(4, reshard_work.walk, TRAIN, stops(path))
 
 
