@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from megatron_trial import WORDS
+from megatron_trial import WORDS, clones_or_skip
 from nursery import Nursery
 from rank_driver import START_S, Driver
 from unicron.events.errors import UsageError
@@ -39,20 +39,18 @@ PathFinder.find_spec = staticmethod(lambda name, *more: None if name == {name!r}
 COMPILED = "helpers_cpp*"
 
 
-@pytest.fixture
-def clone(tmp_path: Path) -> Path:
+@pytest.fixture(params=clones_or_skip(), ids=lambda folder: folder.name)
+def clone(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A copy of the clone in which the index builder of the datasets is not compiled."""
-    found = os.environ.get("UNICRON_MEGATRON_LM", "")
-    if not found:
-        pytest.skip("UNICRON_MEGATRON_LM names no clone of Megatron-LM")
+    found: Path = request.param
     if lacking := [name for name in PACKAGES if find_spec(name) is None]:
         pytest.skip(f"{', '.join(lacking)} not installed: a clone of Megatron-LM needs them")
     copy = tmp_path / "clone"
     copy.mkdir()
-    for script in Path(found).glob("*.py"):
+    for script in found.glob("*.py"):
         shutil.copyfile(script, copy / script.name)
     shutil.copytree(
-        Path(found) / "megatron",
+        found / "megatron",
         copy / "megatron",
         copy_function=shutil.copyfile,
         ignore=shutil.ignore_patterns(COMPILED, "__pycache__"),
