@@ -312,11 +312,16 @@ class Coordinator:
                 # Only once: a fenced leader that repeated it would take the log back.
                 return
             except errors.Leased as error:
-                if error.url != self.leader_url:
-                    self._logger.info("following", leader=error.url, seq=self.seq)
-                self.leader_url = error.url
+                # The lease may be of a process that died here, at this URL: nobody leads then.
+                url = error.url if error.url != self._leader.url else ""
+                if url and url != self.leader_url:
+                    self._logger.info("following", leader=url, seq=self.seq)
+                self.leader_url = url
                 self._outages.seen_by_follower(self._leader.now_s())
-                self._leader_known.set()
+                if url:
+                    self._leader_known.set()
+                else:
+                    self._leader_known.clear()
                 self._publish(())
                 self._committed.set()
             await asyncio.sleep(self._limits.follow_s)

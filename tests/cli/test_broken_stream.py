@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -66,15 +67,21 @@ def test_a_stream_that_is_cut_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
-            for _ in range(2):
-                link, _ = server.accept()
-                with link:
-                    link.recv(4096)
-                    link.sendall(BROKEN)
+            with suppress(OSError):  # until the server is shut down
+                while True:
+                    link, _ = server.accept()
+                    with link:
+                        link.recv(4096)
+                        link.sendall(BROKEN)
 
-        threading.Thread(target=answer, daemon=True).start()
-        client = Client(f"http://127.0.0.1:{server.getsockname()[1]}", "secret")
-        records = client.records(0, follow=False)
-        assert next(records) == {"seq": 1}
-        with pytest.raises(Interrupted, match="was interrupted"):
-            next(records)
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            client = Client(f"http://127.0.0.1:{server.getsockname()[1]}", "secret")
+            records = client.records(0, follow=False)
+            assert next(records) == {"seq": 1}
+            with pytest.raises(Interrupted, match="was interrupted"):
+                next(records)
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()

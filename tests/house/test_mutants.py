@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,7 @@ signal.signal(signal.SIGTERM, signal.default_int_handler)
 """
 SLEEPS = """\
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -138,15 +140,13 @@ def test_tests_are_ended_in_time_and_what_failed_before_counts(tree: Path) -> No
     (tree / "tests" / "test_sleeps.py").write_text(
         f"{SLEEPS}\n\ndef test_before():\n    assert False\n".replace("test_sleeps", "test_then")
     )
-    began_s = time.monotonic()
+    tests = ["tests/test_sleeps.py::test_before", "tests/test_sleeps.py::test_then"]
     with run.copied() as place:
-        assert not run.tried(place, ["tests/test_answer.py::test_answer"], WAIT_S).failed
-        usual_s = time.monotonic() - began_s
-        result = run.tried(
-            place,
-            ["tests/test_sleeps.py::test_before", "tests/test_sleeps.py::test_then"],
-            10.0 + 3.0 * usual_s,
-        )
+        for limit_s in (5.0, 20.0, WAIT_S):  # on a busy machine it takes longer until one sleeps
+            with suppress(run.NotRun):
+                result = run.tried(place, tests, limit_s)
+            if (tree / "pid").exists():
+                break
     assert result.is_stopped
     assert result.failed == ["tests/test_sleeps.py::test_before"]
     assert not alive(int((tree / "pid").read_text()))

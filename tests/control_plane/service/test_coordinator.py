@@ -331,6 +331,21 @@ async def test_a_handover_loses_no_request(log: MemoryLog) -> None:
 
 
 @virtual
+async def test_one_that_starts_again_does_not_follow_its_dead_predecessor(log: MemoryLog) -> None:
+    """The lease of the process that died names the URL at which the next one listens."""
+    await log.start_epoch("killed", url="http://a", lease_s=LEASE_S)
+    made = Coordinator(log, clock=virtual_clock, nonce="a", code="test", policy=POLICY)
+    task = asyncio.create_task(made.run("http://a"))
+    try:
+        await asyncio.sleep(LEASE_S / 2)
+        assert (made.leading, made.leader_url) == (False, "")
+        assert (await made.find_leader(), made.leading) == ("", True)
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
+
+
+@virtual
 async def test_a_log_that_lost_records_is_never_silently_folded(log: MemoryLog) -> None:
     await losing(log, "a follower")
 

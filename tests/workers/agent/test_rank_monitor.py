@@ -165,6 +165,7 @@ class Monitored:
     def __init__(self, patch: pytest.MonkeyPatch, num_ranks: int = 1) -> None:
         self.now_s = 1000.0
         patch.setattr(pulse_module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        patch.setattr(CpuWait, "in_s", mock.Mock(return_value=0.0))  # its time is the real one
         self.bodies: list[Body] = []
         self.watch = RankMonitors(lambda body, at_s: self.bodies.append(body))
         self.ranks: list[ProgressWriter] = []
