@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import rank_places
 import structlog
+import tiers
 from hypothesis import Phase, is_hypothesis_test, settings
 from memory_log import MemoryLog
 from unicron.events.log import embedded_server
@@ -27,8 +28,6 @@ from unicron.workers.host import linux
 _numbers = itertools.count(1)
 SHARE_OF_EXAMPLES, EXAMPLES_NUM_MIN = 0.25, 20
 ASYNC_TEST_S_MAX = 160.0
-REAL = Path(__file__).with_name("real.txt")
-"""The tests that take more than about 5 s and are no one's only witness: `make test-real`."""
 RANKS_NUM = {
     "tests/cluster/": 4,
     "tests/workers/training/": 4,
@@ -63,18 +62,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     `--hypothesis-profile thorough` tries all examples that the test states, drawn at random.
     """
-    names = [line for line in REAL.read_text().splitlines() if line and not line.startswith("#")]
+    names = tiers.listed()
     there, functions = set[str](), set[str]()
     for item in items:
-        function = item.nodeid.partition("[")[0]
-        functions.add(function)
-        for name in (item.nodeid, function, item.nodeid.partition("::")[0]):
-            if name in names:
-                there.add(name)
-                item.add_marker("real")
+        possible = tiers.names_of(item.nodeid)
+        functions.update(possible[1:])
+        if found := [name for name in possible if name in names]:
+            there.update(found)
+            item.add_marker("real")
     lost = [name for name in names if name not in there and name.partition("[")[0] in functions]
     if lost and not any("::" in word for word in config.args):
-        raise pytest.UsageError(f"{REAL}: there is no test {lost[0]}")
+        raise pytest.UsageError(f"{tiers.REAL}: there is no test {lost[0]}")
     if settings.get_current_profile_name() == "thorough":
         return
     for test in {getattr(item, "function", None) for item in items}:

@@ -30,7 +30,6 @@ diff --git a/events/answer.py b/events/answer.py
  QUESTION = ""
 """
 ANSWER_TEST = """\
-import time
 import unicron.events.answer as answer
 
 
@@ -39,7 +38,6 @@ def test_answer():
 
 
 def test_answer_slowly():
-    time.sleep(0.3)
     assert answer.ANSWER == 42
 
 
@@ -82,11 +80,11 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "tests" / "conftest.py").write_text(CONFTEST)
     (tmp_path / "tests" / "test_answer.py").write_text(ANSWER_TEST)
     (tmp_path / "patches" / "1-wrong.patch").write_text(PATCH)
+    (tmp_path / "tests" / "real.txt").write_text("tests/test_answer.py::test_answer_slowly\n")
     monkeypatch.setattr(run, "ROOT", tmp_path)
     monkeypatch.setattr(run, "PATCHES", tmp_path / "patches")
     monkeypatch.setattr(run, "FIGURES", tmp_path / "mutants.json")
     monkeypatch.setattr(run, "COPIED", ("events", "__init__.py"))
-    monkeypatch.setattr(run, "TEST_TIER_S", 0.2)
     monkeypatch.setattr(run.sys, "argv", ["run.py"])
     monkeypatch.setattr(run.signal, "signal", lambda number, action: None)
     monkeypatch.setattr(run.tempfile, "tempdir", str(tmp_path / "temporary"))

@@ -18,13 +18,13 @@ import lane_report
 import pytest
 import rank_places
 import suite
+import tiers
 from agent_driver import alive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 NUM_STATED = 400
 WAIT_S = 60.0
-REAL = suite.ROOT / "tests" / "real.txt"
 _tried: list[int] = []
 
 
@@ -227,7 +227,7 @@ def test_the_page_has_the_marker() -> None:
 
 def test_each_name_of_a_real_test_is_that_of_a_function() -> None:
     """Whether its parameters exist is checked when the tests are collected."""
-    names = [line for line in REAL.read_text().splitlines() if not line.startswith("#")]
+    names = tiers.listed()
     assert names == sorted(set(names))
     for name in names:
         file, _, function = name.partition("[")[0].partition("::")

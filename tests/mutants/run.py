@@ -1,8 +1,8 @@
 """`make mutants`: each patch plants one fault in a copy of the product; the tests must fail.
 
 A patch begins with two lines: `what:` says what it breaks, `tests:` names the tests that mirror it.
-The tests first run on the copy as it is. What fails there counts for no mutant, and the time that a
-test takes there gives its tier. Then they run on the copy with the fault.
+The tests first run on the copy as it is: what fails there counts for no mutant. Then they run on
+the copy with the fault.
 
 PYTHONPATH makes Python import the copy in place of the checkout. The copy and all temporary files
 lie in one folder that is removed at the end, also after Ctrl-C. Rows are in
@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import tiers
 from bench.recovery.rows import Row, row, write
 from mutants.table import IN_REAL, IN_TEST, SYSTEM, TOOK, num_unseen, rows_of_this_commit
 from unicron.workers.host import linux
@@ -37,8 +38,6 @@ FIGURES = ROOT / "build" / "bench" / "mutants.json"
 COPIED = ("events", "control_plane", "workers", "cli", "__init__.py")
 LINKED = ("control_plane/web", "deploy")
 """What the product reads and no patch changes: the page that npm builds, its packages, scripts."""
-TEST_TIER_S = 5.0
-"""A test that takes less is one of `make test`, another one of `make test-real`."""
 MUTANT_S_MAX = 240.0
 """Time limit for the tests of one mutant. What failed until then counts."""
 UNCHANGED_S_MAX = 600.0
@@ -81,10 +80,10 @@ class Mutant(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The tests that failed, the time that each test took, whether the time limit ended them."""
+    """The tests that failed, how many ran, whether the time limit ended them."""
 
     failed: list[str]
-    took_s: dict[str, float]
+    num_run: int
     is_stopped: bool
 
 
@@ -127,7 +126,7 @@ class Trial:
     def __init__(self, place: Path) -> None:
         self._place = place
         self._tried: set[str] = set()
-        self._took_s: dict[str, float] = {}
+        self._real = set(tiers.listed(ROOT / "tests" / "real.txt"))
         self._failing: set[str] = set()
 
     def rows(self, mutant: Mutant) -> list[Row]:
@@ -138,9 +137,9 @@ class Trial:
             result = tried(self._place, mutant.tests, MUTANT_S_MAX)
         took_s = time.monotonic() - began_s
         seen = [test for test in result.failed if test not in self._failing]
-        num_fast = sum(self._took_s.get(test, 0.0) < TEST_TIER_S for test in seen)
-        num_slow, name = len(seen) - num_fast, mutant.patch.stem
-        told = f"seen by {num_fast} + {num_slow}" if seen else "NOT SEEN"
+        num_real = sum(not self._real.isdisjoint(tiers.names_of(test)) for test in seen)
+        num_test, name = len(seen) - num_real, mutant.patch.stem
+        told = f"seen by {num_test} + {num_real}" if seen else "NOT SEEN"
         stopped = f", stopped after {MUTANT_S_MAX:.0f} s" if result.is_stopped else ""
         print(
             f"{name:32} {told:14} {mutant.what}; {took_s:.0f} s{stopped}",
@@ -149,8 +148,8 @@ class Trial:
             flush=True,
         )
         return [
-            row(name, SYSTEM, IN_TEST, [float(num_fast)], "1", mutant.what),
-            row(name, SYSTEM, IN_REAL, [float(num_slow)], "1"),
+            row(name, SYSTEM, IN_TEST, [float(num_test)], "1", mutant.what),
+            row(name, SYSTEM, IN_REAL, [float(num_real)], "1"),
             row(name, SYSTEM, TOOK, [took_s], "s"),
         ]
 
@@ -161,7 +160,6 @@ class Trial:
         if result.is_stopped:
             raise NotRun(f"its tests take more than {UNCHANGED_S_MAX:.0f} s without it")
         self._tried.update(tests)
-        self._took_s |= result.took_s
         self._failing.update(result.failed)
         for test in result.failed:
             print(f"fails without a mutant, so it does not count: {test}", flush=True)
@@ -253,7 +251,7 @@ def tried(place: Path, tests: Sequence[str], limit_s: float) -> Result:
         _stop(process)
         linux.kill_marked(mark.encode())
     result = _read(counts, is_stopped=is_stopped) if counts.exists() else None
-    if result is None or not (result.took_s or is_stopped):
+    if result is None or not (result.num_run or is_stopped):
         raise NotRun(f"no test ran: {_why(output.read_text(errors='replace'))}")
     return result
 
@@ -277,14 +275,16 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 def _read(counts: Path, *, is_stopped: bool) -> Result:
     """What pytest wrote about each test."""
-    failed: list[str] = []
-    took_s: dict[str, float] = {}
-    for case in ET.parse(counts).getroot().iter("testcase"):
-        test = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
-        took_s[test] = took_s.get(test, 0.0) + float(case.get("time", "0"))
-        if case.find("failure") is not None or case.find("error") is not None:
-            failed.append(test)
-    return Result(list(dict.fromkeys(failed)), took_s, is_stopped)
+    cases = {
+        f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}": case
+        for case in ET.parse(counts).getroot().iter("testcase")
+    }
+    failed = [
+        test
+        for test, case in cases.items()
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    return Result(failed, len(cases), is_stopped)
 
 
 if __name__ == "__main__":

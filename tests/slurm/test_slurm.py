@@ -297,7 +297,7 @@ def test_what_cannot_work_is_told_in_a_line(tmp_path: Path, site: Site) -> None:
     # More slots than the allocation has.
     wide = small("wide", tmp_path / "out", slots=(3, 3))
     said = failed(site, cluster.submit_job([wide], "-N2"))
-    assert "error: slots.min: 3, but the cluster has had at most 2 slots" in said, said
+    assert "wide.yaml: slots.min: 3, but the cluster has had at most 2 slots" in said, said
     # No such program on the nodes.
     job = cluster.submit_job([wide], "-N1", env={"PATH": "/usr/bin:/bin"})
     assert "error: there is no unicron on n1" in failed(site, job)
