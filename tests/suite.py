@@ -6,11 +6,11 @@ dashboard. `make test-thorough` runs everything, with all examples of each prope
 counts to docs/guides/test-runs.md; LANES=a,b runs a part, and parts of one commit add up.
 
 Each test that fails is named at once, and every ten seconds a line says how far the run is. The
-counts are printed also when the run is interrupted or out of time. A few tests that failed are run
-once more, alone: if they pass, the load was the cause. They do not fail the run, but each is a line
-in tests/flakes.txt, and a name that stands there too often fails it. Output of failed lanes is
-printed; all output is in build/tests. Exit status: 0, 1 for failed tests, 2 for a run that could
-not begin, 130 if it was interrupted.
+counts are printed also when the run is interrupted, or stopped because no test ends any more. A few
+tests that failed are run once more, alone: if they pass, the load was the cause. They do not fail
+the run, but each is a line in tests/flakes.txt, and a name that stands there too often fails it.
+Output of failed lanes is printed; all output is in build/tests. Exit status: 0, 1 for failed tests,
+2 for a run that could not begin, 130 if it was interrupted.
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ TIERS = {
 """Tier -> what its pytest processes are told."""
 RUN_BY = {"real": "make test-real", "thorough": "make test-thorough"}
 POLL_S, STOP_S, TELL_S = 0.2, 50.0, 10.0
+IDLE_S_MAX = 1200.0
+"""If no test ends for so long, the run is stopped. Each test has a limit of its own below that."""
 AGAIN_NUM_MAX = 3
 """If more tests fail, none is run again: then it was not the load."""
 FLAKES_NUM_MAX = 2
@@ -242,19 +244,26 @@ def run(tier: str, words: dict[str, list[str]]) -> int:
 
 
 def _wait(lanes: list[Lane]) -> bool:
-    """Wait for all lanes and tell what happens; returns True if all passed."""
+    """Wait for all lanes and tell what happens; returns True if all passed. Raises
+    KeyboardInterrupt if no test ends for IDLE_S_MAX."""
     running, well, began_s = list(lanes), True, time.monotonic()
-    next_s = began_s + TELL_S
+    next_s, moved_s = began_s + TELL_S, began_s
     while running:
         time.sleep(POLL_S)
         for lane in list(running):
             ended = lane.ended
-            for test in lane.read():
+            if new := lane.read():
+                moved_s = time.monotonic()
+            for test in new:
                 if test["result"] == "failed":
                     print(f"FAILED    {test['test']}", flush=True)
             if ended:
                 running.remove(lane)
                 well &= lane.tell()
+        if running and time.monotonic() >= moved_s + IDLE_S_MAX:
+            names = ", ".join(lane.name for lane in running)
+            print(f"stopped   no test of {names} has ended for {IDLE_S_MAX / 60:.0f} min")
+            raise KeyboardInterrupt
         if running and time.monotonic() >= next_s:
             next_s += TELL_S
             _tell_progress(lanes, running, time.monotonic() - began_s)

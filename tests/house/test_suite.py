@@ -195,6 +195,18 @@ def test_an_interrupted_run_says_how_far_it_was(
     assert "tests     interrupted: 1 passed, 1 failed, 0 skipped, 2 not run in " in out
 
 
+def test_a_run_in_which_no_test_ends_is_stopped(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "test_it.py").write_text("import time\ndef test_a(): time.sleep(600)\n")
+    monkeypatch.setattr(suite, "IDLE_S_MAX", 3.0)
+    assert suite.main() == 130
+    out = capfd.readouterr().out
+    assert re.search(
+        "stopped   no test of .+ has ended for 0 min\ntests     interrupted: 0 passed", out
+    )
+
+
 def test_two_runs_in_one_checkout_are_refused(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
