@@ -48,8 +48,10 @@ settings.load_profile("bounded")
 
 
 def pytest_configure() -> None:
-    """SIGTERM acts as Ctrl-C, so that fixtures stop the processes that the tests started."""
+    """SIGTERM acts as Ctrl-C, so that fixtures stop the processes that the tests started. A shell
+    starts what is in its background with Ctrl-C ignored, and all processes would inherit that."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # The test machine may be short of memory or have errors in its kernel log. Tests must not
     # depend on that: only tests of health checks turn health monitoring on.
     os.environ["UNICRON_HEALTH"] = "off"
