@@ -23,7 +23,8 @@ from unicron.events.errors import UnicronError
 from unicron.events.records.types import Labels
 from unicron.workers.agent.delivery.join import join
 
-TAKEOVER_S_MAX = 5.0
+TAKEOVER_S_MAX = 30.0
+"""It takes 1.4 s (make bench-log); beside 20 busy processes several times as long."""
 COMMAND: Spec = {
     "apiVersion": "unicron/v1",
     "command": ["true"],

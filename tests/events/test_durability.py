@@ -35,8 +35,8 @@ async def put_until_refused(log: RedisLog, seq: int, epoch: int) -> int:
         except Unavailable as error:
             if "MISCONF" in str(error):
                 return seq - 1
-            raise
-        seq += 1
+        else:
+            seq += 1
         await asyncio.sleep(0.01)
     raise AssertionError("no append was refused")
 
