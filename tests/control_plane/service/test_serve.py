@@ -268,7 +268,7 @@ def test_a_stopped_leader_is_succeeded_and_fenced_when_it_wakes(
             first.process.send_signal(signal.SIGSTOP)
             begun_s = time.monotonic()
             assert second.wait_leading()["epoch"] == 2
-            assert time.monotonic() - begun_s < 5.0
+            assert time.monotonic() - begun_s < 30.0
             for token in (made["token"], later["token"]):
                 assert asked(second, "GET", "/v1/state", token)[0] == 200
             assert asked(second, "GET", "/v1/tokens", made["token"])[0] == 403

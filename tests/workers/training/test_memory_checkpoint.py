@@ -644,13 +644,13 @@ def test_training_continues_without_memory_for_a_checkpoint(drive: Drive) -> Non
 def test_stores_that_do_not_answer_are_asked_once_at_the_same_time(
     silent: SilentStores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "STALL_S_MAX", 0.6)
+    monkeypatch.setattr(protocol, "STALL_S_MAX", 2.0)
     first, second, third = silent.copies()
     named = (first, first, second, first, second, third)
     began_s = time.monotonic()
     stores = memory_restore.Stores(TASK, named, KEYS, lambda: False)
     assert stores.versions(stores.shares(0, 1)) == []
-    assert 0.5 <= time.monotonic() - began_s < 1.2
+    assert 1.9 <= time.monotonic() - began_s < 5.9, "one after another they would take 6 s"
     assert silent.num_asked() == [1, 1, 1]
     assert stores.shares(1, 2) == []
     assert silent.num_asked() == [0, 1, 0], "each store is asked by one of the members"
