@@ -6,6 +6,7 @@ number, `no` and `2026-01-01` are text, `010` is ten, and there are no aliases.
 
 import re
 import sys
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ from ...events.spec.job import JobSpec, is_url, parse
 from . import megatron_command
 
 FILE_BYTES_MAX = 1 << 20
+FAST_DEPTH_MAX = 500
+"""libyaml overflows a stack of 8 MiB at a depth of 20,000 to 30,000."""
+REREAD_CHARS_MAX = 1 << 18
+"""To read them again in Python takes about 3 s."""
 EXAMPLES = "see deploy/examples/"
 STDIN = Path("-")
 MERGE = "tag:yaml.org,2002:merge"
@@ -91,6 +96,11 @@ def _refuse(mark: yaml.Mark | None, message: str, hint: str) -> SpecError:
     return SpecError(at, message, hint)
 
 
+def _of_yaml(error: yaml.MarkedYAMLError, docs: str) -> SpecError:
+    what = error.problem or error.context or "not YAML"
+    return _refuse(error.problem_mark or error.context_mark, what, docs)
+
+
 def load(path: Path) -> JobSpec:
     """Read, check and normalise a job file; its paths become absolute. Raises UsageError."""
     text = read_text(
@@ -153,8 +163,7 @@ def read_yaml(text: str, docs: str = EXAMPLES) -> Any:
         loader.docs = docs
         return loader.get_single_data()
     except yaml.MarkedYAMLError as error:
-        what = error.problem or error.context or "not YAML"
-        raise _refuse(error.problem_mark or error.context_mark, what, docs) from None
+        raise _of_yaml(error, docs) from None
     except yaml.YAMLError as error:
         raise SpecError("", " ".join(str(error).split()), docs) from None
     except RecursionError:
@@ -167,19 +176,29 @@ def read_yaml(text: str, docs: str = EXAMPLES) -> Any:
 def read_large(text: str, docs: str = EXAMPLES) -> Any:
     """As `read_yaml`, many times faster if PyYAML has libyaml and the text has no error.
 
-    libyaml names other places and other reasons than the Python reader, and accepts an alias. So
-    text with a `*`, or that libyaml refuses, is read by `read_yaml`, which alone reports errors.
+    libyaml names other places and other reasons than the Python reader, accepts an alias, and
+    overflows the stack where text is nested too deeply. So text with a `*`, that may be nested
+    deeply, or (up to REREAD_CHARS_MAX) that libyaml refuses, is read by `read_yaml`.
     """
-    if yaml.__with_libyaml__ and "*" not in text:
+    if yaml.__with_libyaml__ and "*" not in text and _depth_bound(text) < FAST_DEPTH_MAX:
 
         class FastLoader(yaml.CSafeLoader, _Loader):
             pass
 
         try:
             return FastLoader(text).get_single_data()
-        except (yaml.YAMLError, SpecError, RecursionError):
-            pass
+        except (yaml.YAMLError, SpecError, RecursionError) as error:
+            if len(text) > REREAD_CHARS_MAX and isinstance(error, yaml.MarkedYAMLError):
+                raise _of_yaml(error, docs) from None
     return read_yaml(text, docs)
+
+
+def _depth_bound(text: str) -> int:
+    """The text is nested at most so deeply. Brackets in quoted text count, so it may be less."""
+    signs = re.findall(r"[\[\]{}]", text)
+    flow = max(accumulate(1 if one in "[{" else -1 for one in signs), default=0)
+    indented = re.findall(r"^[ ?:-]+", text, re.MULTILINE)
+    return flow + max(map(len, indented), default=0)
 
 
 def with_absolute_paths(spec: JobSpec) -> JobSpec:

@@ -131,11 +131,21 @@ def offline(shown: Plain, path: str) -> list[str]:
         _head(f"unicron plan --offline {path}", f"{slots}, exact, {fmt.span(shown['took_s'])}"),
         *_gain(shown),
         "",
-        *_changes(shown),
+        *_changes(shown, each=True),
         "",
         *_alternatives(plan),
         "",
         *_constraints(shown),
+        *(
+            line
+            for one in shown["tasks"]
+            if one["slots_before"] and not one["waf_before"]
+            for line in fmt.labelled(
+                "note",
+                f"{one['name']} has no throughput on its current {one['slots_before']}: it counts "
+                "as earning nothing before",
+            )
+        ),
     ]
 
 
@@ -181,29 +191,34 @@ def _sum(found: Plain, name: str) -> float:
     return math.fsum(one[name] for one in found["tasks"])
 
 
-def _changes(found: Plain) -> list[str]:
-    """Tasks that change or pause, by change of WAF; then the other tasks in sum, and the total."""
+def _changes(found: Plain, *, each: bool = False) -> list[str]:
+    """Tasks that change or pause, by change of WAF; then the other tasks, in sum or (`each`) one by
+    one, and the total."""
 
     def busy(one: Plain) -> bool:
         return bool(one["slots"] != one["slots_before"] or one["pause_s"] or not one["task"])
 
+    still = [one for one in found["tasks"] if not busy(one)]
     moved = sorted(
         (one for one in found["tasks"] if busy(one)),
         key=lambda one: -abs(one["waf"] - one["waf_before"]),
     )
-    still = [one for one in found["tasks"] if not busy(one)]
+    if each:
+        moved, still = [*moved, *still], []
     rows = [
         [
             fmt.clipped(one["name"], NAME_COLUMNS),
             _arrow(fmt.count, one["slots_before"], one["slots"]),
             _arrow(_waf, one["waf_before"], one["waf"]),
             fmt.span(one["pause_s"]) if one["pause_s"] else "-",
-            _lost(one),
+            _lost(one) if busy(one) or not one["slots"] else "unchanged",
         ]
         for one in moved[:ROWS_NUM_MAX]
     ]
     if len(moved) > ROWS_NUM_MAX:
-        rows.append([f"{fmt.count(len(moved) - ROWS_NUM_MAX)} more", "change", "", "", ""])
+        rows.append(
+            [f"{fmt.count(len(moved) - ROWS_NUM_MAX)} more", "change" * (not each), "", "", ""]
+        )
     if still:
         rows.append(
             [

@@ -366,7 +366,8 @@ def parse(data: object) -> JobSpec:
     """Turn plain data (from YAML or JSON) into a validated, normalised spec. Raises SpecError with
     the path and a hint."""
     if not isinstance(data, dict):
-        raise SpecError("", "a job spec is a mapping", "see deploy/examples/")
+        text = "is empty" if data is None else "a job spec is a mapping"
+        raise SpecError("", text, "see deploy/examples/")
     given: dict[Any, Any] = {**data}
     version = given.get("apiVersion")
     if "apiVersion" not in given:

@@ -52,6 +52,8 @@ def spec_error(
     the root that must not be in `given`."""
     message, _, at = text.partition(" - at ")
     path = at.rpartition(" in ")[2].strip("`").removeprefix("$").removeprefix(".")
+    if given is None and message.startswith("Expected `object`"):
+        return SpecError(path, "is empty", hint)
     if missing := re.fullmatch("Object missing required field `(.*)`", message):
         return SpecError(_join(path, missing[1]), "is missing", hint)
     if unknown := re.fullmatch("Object contains unknown field `(.*)`", message):

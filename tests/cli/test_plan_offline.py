@@ -177,10 +177,11 @@ def test_the_screen_of_a_plan(tmp_path: Path) -> None:
 why        a 32 -> 24: the runner-up is worth 2.5 % less
 worth      -700 TFLOP/s of WAF (-3.4 %); the changes cost 204 PFLOP
 
-TASK      SLOTS       WAF                           PAUSE  LOST
-a         32 -> 24    3.4 PFLOP/s -> 2.7 PFLOP/s    60 s   -
-2 others  96          17.2 PFLOP/s                  -      unchanged
-all       128 -> 120  20.6 PFLOP/s -> 19.9 PFLOP/s
+TASK  SLOTS       WAF                           PAUSE  LOST
+a     32 -> 24    3.4 PFLOP/s -> 2.7 PFLOP/s    60 s   -
+b     96          17.2 PFLOP/s                  -      unchanged
+c     0           0 FLOP/s                      -      waits
+all   128 -> 120  20.6 PFLOP/s -> 19.9 PFLOP/s
 
    PLAN                    WAF
 1  this plan      19.9 PFLOP/s  chosen
@@ -189,6 +190,26 @@ all       128 -> 120  20.6 PFLOP/s -> 19.9 PFLOP/s
 bound by   120 slots (8 more: +700 TFLOP/s)
 horizon    6.9 d, the expected time until the next fault; the plan is worth 11.9 ZFLOP in it
 """.splitlines()
+    )
+
+
+@pytest.mark.parametrize("text", ["[" * 30000, '{"a":' * 40000, "- " * 40000])
+def test_deep_nesting_is_refused(tmp_path: Path, text: str) -> None:
+    """libyaml alone would overflow the stack."""
+    result = planned(tmp_path, text)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: plan.yaml: nested too deeply\n")
+
+
+def test_an_empty_file_is_called_so(tmp_path: Path) -> None:
+    assert planned(tmp_path, "# nothing\n").stderr.startswith("error: plan.yaml: is empty\n")
+
+
+def test_a_current_number_without_throughput_is_noted(tmp_path: Path) -> None:
+    result = planned(tmp_path, GOOD.replace("current: 32", "current: 40"))
+    assert (
+        "note       a has no throughput on its current 40: it counts as earning nothing before"
+        in (result.stdout.splitlines())
     )
 
 
