@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Generator, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -47,10 +48,29 @@ settings.register_profile(
 settings.load_profile("bounded")
 
 
+_stops: list[int] = []
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    _stops.append(number)
+    raise KeyboardInterrupt
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call() -> Generator[None, Any, Any]:
+    """End the run also if the test took the interrupt for its own, as a command does that it runs
+    in this process."""
+    try:
+        return (yield)
+    finally:
+        if _stops:
+            raise KeyboardInterrupt
+
+
 def pytest_configure() -> None:
     """SIGTERM acts as Ctrl-C, so that fixtures stop the processes that the tests started. A shell
     starts what is in its background with Ctrl-C ignored, and all processes would inherit that."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # The test machine may be short of memory or have errors in its kernel log. Tests must not
     # depend on that: only tests of health checks turn health monitoring on.

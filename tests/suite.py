@@ -30,6 +30,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from unicron.workers.host import linux
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "tests"
 PLACES = FOLDER / "places"
@@ -77,16 +79,22 @@ TIERS = {
     "thorough": ["--hypothesis-profile=thorough"],
 }
 """Tier -> what its pytest processes are told."""
+LANE = "UNICRON_TEST_LANE"
+"""Environment variable of all processes of a lane."""
 RUN_BY = {"real": "make test-real", "thorough": "make test-thorough"}
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_S, STOP_S, TELL_S = 0.2, 50.0, 10.0
+EARLY_SHARE = 0.05
 IDLE_S_MAX = 1200.0
 """If no test ends for so long, the run is stopped. Each test has a limit of its own below that."""
 AGAIN_NUM_MAX = 3
 """If more tests fail, none is run again: then it was not the load."""
 FLAKES_NUM_MAX = 2
 """As often may a test stand in FLAKES."""
-NO_TESTS = 5
-"""pytest's exit code if a lane has no test of the tier."""
+TESTS_FAILED, NO_TESTS = 1, 5
+"""pytest's exit codes if tests failed, and if a lane has no test of the tier."""
+AGAIN = "again"
+"""The lane of tests that are run a second time."""
 Line = dict[str, Any]
 
 
@@ -99,9 +107,9 @@ class Lane:
         self.num_collected = 0
         self.left_out: Counter[str] = Counter()
         self.tests: list[Line] = []
-        report = FOLDER / f"{name}.jsonl"
-        report.write_bytes(b"")
-        self._lines = _whole_lines(report)
+        self.report = FOLDER / f"{name}.jsonl"
+        self.report.write_bytes(b"")
+        self._lines = _whole_lines(self.report)
         self.began_s = time.monotonic()
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
@@ -117,7 +125,8 @@ class Lane:
                 stderr=output,
                 env={
                     **os.environ,
-                    "UNICRON_LANE_REPORT": str(report),
+                    LANE: str(self.report),
+                    "UNICRON_LANE_REPORT": str(self.report),
                     "UNICRON_RANK_PLACES": str(PLACES),
                     "PYTHONPATH": os.pathsep.join(
                         filter(None, (str(DRIVERS), os.environ.get("PYTHONPATH", "")))
@@ -142,8 +151,13 @@ class Lane:
     def ended(self) -> bool:
         return self.process.poll() is not None
 
+    @property
+    def num_left(self) -> int:
+        """The tests that have not run."""
+        return self.num_collected - len(self.tests)
+
     def tell(self) -> bool:
-        """Print how the lane ended; returns True if it passed, or had no test to run."""
+        """Print how the lane ended; returns True if all its tests ran and passed."""
         text = self.output.read_text(errors="replace").rstrip()
         code = self.process.returncode
         if code not in (0, NO_TESTS):
@@ -151,7 +165,12 @@ class Lane:
         lasted_s = time.monotonic() - self.began_s
         last = text.splitlines()[-1] if text else "said nothing"
         print(f"{self.name:9} {last}, {lasted_s:.0f} s", flush=True)
-        return code in (0, NO_TESTS)
+        return code in (0, NO_TESTS) and not self.num_left
+
+    @property
+    def broke(self) -> bool:
+        """Whether the lane failed otherwise than by a test."""
+        return self.process.returncode not in (0, TESTS_FAILED, NO_TESTS)
 
     def failed(self) -> list[str]:
         """The tests that failed, by their names; empty also if the lane failed as a whole."""
@@ -195,11 +214,18 @@ def main() -> int:
     names = [name for name in asked.lanes.split(",") if name] or list(lanes)
     if unknown := [name for name in names if name not in lanes]:
         asks.error(f"no lane {unknown[0]}; there are {', '.join(lanes)}")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in STOPS:
+        if (
+            number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN
+        ):  # nohup ignores it
+            signal.signal(number, signal.default_int_handler)
     try:
         PLACES.mkdir(parents=True, exist_ok=True)
         with _alone():
             return run(asked.tier, {name: lanes[name] for name in names})
+    except BrokenPipeError:  # nobody reads what it prints: the next print must not fail too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
     except OSError as error:
         print(f"tests     stopped: {error.filename or FOLDER}: {error.strerror}")
         return 2
@@ -228,19 +254,40 @@ def run(tier: str, words: dict[str, list[str]]) -> int:
     except KeyboardInterrupt:
         interrupted = True
     finally:
-        for lane in lanes:
-            lane.stop()
-        for lane in lanes:
-            lane.wait_stopped()
-            lane.read()
+        _stop(lanes)
     lasted_s = time.monotonic() - began_s
     counts = _counts(lanes)
     _tell_all(lanes, counts, well=well, interrupted=interrupted, lasted_s=lasted_s)
     if interrupted:
         return 130
     if tier == "thorough":
-        _write(_added_up(words, commit, counts, lasted_s), commit)
+        if any(lane.num_left or lane.broke for lane in lanes):
+            print("page      not written: not all tests have run")
+        else:
+            _write(_added_up(words, commit, counts, lasted_s), commit)
     return 0 if _tell_flakes() and well else 1
+
+
+def _stop(lanes: list[Lane]) -> None:
+    """End the lanes that still run, and what their tests have left. To interrupt this would leave
+    processes, so it is not possible."""
+    running = [lane for lane in lanes if not lane.ended]
+    former = {number: signal.signal(number, signal.SIG_IGN) for number in STOPS}
+    try:
+        if running:
+            print(
+                f"stopping  the tests end what they started, in {STOP_S:.0f} s at most", flush=True
+            )
+        for lane in running:
+            lane.stop()
+        for lane in lanes:
+            lane.wait_stopped()
+            lane.read()
+        for lane in running:
+            linux.kill_marked(f"{LANE}={lane.report}".encode())
+    finally:
+        for number, action in former.items():
+            signal.signal(number, action)
 
 
 def _wait(lanes: list[Lane]) -> bool:
@@ -273,36 +320,29 @@ def _wait(lanes: list[Lane]) -> bool:
 def _tell_progress(lanes: list[Lane], running: list[Lane], lasted_s: float) -> None:
     """The time left is that of the slowest lane, if its tests go on as fast as so far."""
     counts, num = _counts(lanes), sum(lane.num_collected for lane in lanes)
-    if all(lane.num_collected for lane in running):
-        left_s = max(
-            lasted_s * (lane.num_collected - len(lane.tests)) / max(1, len(lane.tests))
-            for lane in running
-        )
-        left = f"about {left_s / 60:.0f} min left" if left_s >= 60 else "about a minute left"
+    if not all(lane.num_collected for lane in running):
+        told = "collecting"
     else:
-        left = "collecting"
-    print(
-        f"{int(lasted_s / 60):3}:{int(lasted_s % 60):02}    {sum(counts.values())} of {num} done, "
-        f"{counts['failed']} failed, {left}",
-        flush=True,
-    )
+        done = f"{sum(counts.values())} of {num} done, {counts['failed']} failed"
+        left_s = max(lasted_s * lane.num_left / max(1, len(lane.tests)) for lane in running)
+        # The first tests of a lane are not typical of the others.
+        is_known = all(len(lane.tests) > EARLY_SHARE * lane.num_collected for lane in running)
+        left = f"about {left_s / 60:.0f} min left" if left_s >= 60 else "about a minute left"
+        told = f"{done}, {left}" if is_known else done
+    print(f"{int(lasted_s / 60):3}:{int(lasted_s % 60):02}    {told}", flush=True)
 
 
 def _pass_alone(lanes: list[Lane], options: list[str], commit: str) -> bool:
     """Run the failed tests again, if they are few; returns True if now all pass."""
     names = [name for lane in lanes for name in lane.failed()]
-    if not 0 < len(names) <= AGAIN_NUM_MAX or any(
-        lane.process.returncode not in (0, NO_TESTS) and not lane.failed() for lane in lanes
-    ):
+    if not 0 < len(names) <= AGAIN_NUM_MAX or any(lane.num_left or lane.broke for lane in lanes):
         return False
     load = os.getloadavg()[0]
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", *names, *options],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
-    well = done.returncode == 0
+    again = Lane(AGAIN, names, options)
+    try:
+        well = _wait([again])
+    finally:
+        _stop([again])
     for name in names:
         print(f"again     {name} {'passed' if well else 'was run'} alone", flush=True)
     if well:
@@ -313,7 +353,8 @@ def _pass_alone(lanes: list[Lane], options: list[str], commit: str) -> bool:
 
 def _tell_flakes() -> bool:
     """Print the tests that ever passed only alone; returns False if one did too often."""
-    lines = [line for line in FLAKES.read_text().splitlines() if not line.startswith("#")]
+    text = FLAKES.read_text(encoding="utf-8") if FLAKES.exists() else ""
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     if not lines:
         return True
     print("flakes    each passed only alone (test, commit, load); commit tests/flakes.txt:")
@@ -353,7 +394,7 @@ def _tell_all(
     used = os.times()
     cpu_s = used.children_user + used.children_system
     alone = ", which passed alone" if well and counts["failed"] else ""
-    left = sum(lane.num_collected for lane in lanes) - sum(counts.values())
+    left = sum(lane.num_left for lane in lanes)
     print(
         f"tests     {'interrupted: ' if interrupted else ''}{_said(counts, alone)}"
         f"{f', {left} not run' if left else ''}"
@@ -366,9 +407,12 @@ def _commit() -> str:
     """The last commit that changed the product or its tests, marked if files differ from it."""
 
     def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", *words], cwd=ROOT, capture_output=True, text=True, check=False
-        ).stdout.strip()
+        try:
+            return subprocess.run(
+                ["git", *words], cwd=ROOT, capture_output=True, text=True, check=False
+            ).stdout.strip()
+        except FileNotFoundError:
+            return ""
 
     places = (*PRODUCT, "tests", ":!tests/flakes.txt")
     changed = git("status", "--porcelain", "--untracked-files=no", "--", *places)

@@ -195,6 +195,62 @@ def test_an_interrupted_run_says_how_far_it_was(
     assert "tests     interrupted: 1 passed, 1 failed, 0 skipped, 2 not run in " in out
 
 
+@pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)", "pytest.exit('x', 0)"])
+def test_tests_that_did_not_run_fail_the_run(
+    folder: Path, capfd: pytest.CaptureFixture[str], end: str
+) -> None:
+    """Also if the only test that failed would pass alone."""
+    (folder / "test_it.py").write_text(
+        "import os, pathlib, pytest\n"
+        "def test_a():\n"
+        "    seen = pathlib.Path(__file__).with_name('seen')\n"
+        "    was = seen.exists()\n"
+        "    seen.touch()\n"
+        "    assert was\n"
+        f"def test_b(): {end}\n"
+        "def test_c(): assert False\n"
+    )
+    assert suite.main() == 1
+    out = capfd.readouterr().out
+    assert re.search("tests     [01] passed, 1 failed, 0 skipped, [12] not run in ", out)
+    assert "again     " not in out
+
+
+@pytest.mark.parametrize("failing", [False, True], ids=["first run", "again"])
+def test_processes_of_an_interrupted_run_are_ended(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], failing: bool
+) -> None:
+    """Also of a test that began a process at that moment, and of one that is run again alone."""
+    (folder / "test_it.py").write_text(
+        "import pathlib, subprocess, sys, time\n"
+        "def test_it():\n"
+        "    seen = pathlib.Path(__file__).with_name('seen')\n"
+        "    was = seen.exists()\n"
+        "    seen.touch()\n"
+        f"    assert was or not {failing}\n"
+        "    sleep = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        "    process = subprocess.Popen(sleep, start_new_session=True)\n"
+        "    seen.with_name('pid').write_text(str(process.pid))\n"
+        "    time.sleep(600)\n"
+    )
+    tell, told = suite._tell_progress, folder / "pid"
+
+    def interrupt(*words: Any) -> None:
+        tell(*words)
+        if told.exists() and told.read_text():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(suite, "_tell_progress", interrupt)
+    assert suite.main() == 130
+    last_s = time.monotonic() + WAIT_S
+    while alive(int(told.read_text())):
+        assert time.monotonic() < last_s
+        time.sleep(0.05)
+    out = capfd.readouterr().out
+    assert "stopping  the tests end what they started" in out
+    assert "tests     interrupted: 0 passed, " in out
+
+
 def test_a_run_in_which_no_test_ends_is_stopped(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,9 +258,32 @@ def test_a_run_in_which_no_test_ends_is_stopped(
     monkeypatch.setattr(suite, "IDLE_S_MAX", 3.0)
     assert suite.main() == 130
     out = capfd.readouterr().out
-    assert re.search(
-        "stopped   no test of .+ has ended for 0 min\ntests     interrupted: 0 passed", out
+    assert re.search("stopped   no test of .+ has ended for 0 min\n", out)
+    assert "tests     interrupted: 0 passed, 0 failed, 0 skipped" in out
+
+
+def test_a_test_that_swallows_an_interrupt_ends_the_run(tmp_path: Path) -> None:
+    """As a test does that runs a command in its own process, which answers Ctrl-C."""
+    (tmp_path / "test_it.py").write_text(
+        "import os, signal\n"
+        "def test_a():\n"
+        "    try:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    except KeyboardInterrupt:\n"
+        "        assert False\n"
+        "def test_b(): pass\n"
     )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "conftest", "test_it.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS / 'drivers'}"},
+        text=True,
+        capture_output=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert done.returncode == pytest.ExitCode.INTERRUPTED
+    assert "no tests ran" in done.stdout
 
 
 def test_two_runs_in_one_checkout_are_refused(
