@@ -114,20 +114,21 @@ def own_nodes(function: Function) -> Iterator[ast.AST]:
 def plain_data(root: Path) -> set[str]:
     """Names of the classes that are fields and no more: msgspec's Struct, TypedDict, NamedTuple,
     and all that inherit from them."""
-    bases: dict[str, set[str]] = {}
+    above: dict[str, set[str]] = {}
     for _, tree in trees(root):
         for node in nodes(tree):
             if isinstance(node, ast.ClassDef):
-                named = (
-                    base.value if isinstance(base, ast.Subscript) else base for base in node.bases
-                )
-                bases.setdefault(node.name, set()).update(
-                    ast.unparse(base).rpartition(".")[2] for base in named
-                )
+                above.setdefault(node.name, set()).update(bases(node))
     plain = {"Struct", "TypedDict", "NamedTuple"}
-    while more := {name for name, above in bases.items() if above & plain} - plain:
+    while more := {name for name, names in above.items() if names & plain} - plain:
         plain |= more
     return plain
+
+
+def bases(of: ast.ClassDef) -> set[str]:
+    """The last parts of the names of the classes from which one inherits."""
+    named = (base.value if isinstance(base, ast.Subscript) else base for base in of.bases)
+    return {ast.unparse(base).rpartition(".")[2] for base in named}
 
 
 def within(dotted: str, package: str) -> bool:
