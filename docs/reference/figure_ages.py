@@ -19,7 +19,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 README_COMMITS_MAX = 300
 """A figure of README that is older fails `make check`."""
-MARK = re.compile(r"<!-- figures( by hand)?: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
+BEGIN = "<!-- figures"
+MARK = re.compile(rf"{BEGIN}( by hand)?: (\S+) -->\n((?:(?!{BEGIN}).)*?)<!-- end -->", re.DOTALL)
 COMMIT = re.compile(r"\bcommits? ([0-9a-f]{7,40})(-dirty)?\b")
 COLUMN = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")
 """A name of a case or a metric, as benches print them."""
@@ -207,6 +208,16 @@ def stamps(root: Path = ROOT) -> list[Stamp]:
     return told
 
 
+def broken_pages(root: Path = ROOT) -> list[str]:
+    """The pages with a mark that begins no figure: its end is missing, or it is misspelt."""
+    return [
+        path.relative_to(root).as_posix()
+        for path in (root / "README.md", *sorted((root / "docs").rglob("*.md")))
+        for text in [path.read_text(encoding="utf-8")]
+        if text.count(BEGIN) != len(MARK.findall(text))
+    ]
+
+
 def _words(root: Path, bench: str) -> set[str]:
     """The words of the code that measures and renders a figure."""
     files = [root / RENDERED, *(root / bench).rglob("*.py")]
@@ -327,6 +338,12 @@ def counted(ages: Sequence[tuple[int | None, Stamp]]) -> list[str]:
 def main() -> int:
     """List all figures; with `--check` count them, and exit with 1 if one of README is too old."""
     stamped, check = stamps(), sys.argv[1:] == ["--check"]
+    for page in (broken := broken_pages()):
+        sys.stdout.write(
+            f"figures    {page}: a figure has no `<!-- end -->`, or its mark is wrong\n"
+        )
+    if broken:
+        return 1
     try:
         past = history()
     except NoHistoryError as why:

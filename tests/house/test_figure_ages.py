@@ -250,6 +250,18 @@ def test_figures_of_a_dirty_tree_by_hand_or_of_older_columns_are_named(checkout:
     assert "make bench-planner; by hand\n" in checkout.run()[1]
 
 
+def test_a_figure_without_an_end_fails(checkout: Checkout) -> None:
+    checkout.measure(checkout.git("rev-parse", "--short=8", "HEAD"))
+    page = checkout.root / checkout.page
+    page.write_text(page.read_text().replace("<!-- end -->", ""))
+    code, told = checkout.run("--check")
+    assert code == 1
+    assert (
+        told
+        == f"figures    {checkout.page}: a figure has no `<!-- end -->`, or its mark is wrong\n"
+    )
+
+
 def test_a_shallow_clone_is_not_counted(checkout: Checkout, tmp_path: Path) -> None:
     before = checkout.change("control_plane/planner/a.py")
     checkout.limit(0)
