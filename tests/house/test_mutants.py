@@ -172,7 +172,8 @@ def test_an_interrupted_run_leaves_nothing(tree: Path) -> None:
         while not (told.exists() and told.read_text()) and time.monotonic() < last_s:
             time.sleep(0.05)
         child = int(told.read_text())
-        process.send_signal(signal.SIGINT)
+        for number in (signal.SIGINT, signal.SIGINT, signal.SIGHUP):
+            process.send_signal(number)
         out, _ = process.communicate(timeout=WAIT_S)
     finally:
         process.kill()

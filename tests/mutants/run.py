@@ -25,6 +25,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 import tiers
@@ -42,6 +43,7 @@ MUTANT_S_MAX = 240.0
 """Time limit for the tests of one mutant. What failed until then counts."""
 UNCHANGED_S_MAX = 600.0
 """Time limit for the same tests without it."""
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOP_S = 60.0
 """Time for the tests to end the processes that they started (conftest.py)."""
 MARK = "UNICRON_MUTANT"
@@ -94,7 +96,8 @@ def main() -> int:
     patches = [path for path in sorted(PATCHES.glob("*.patch")) if path.name.startswith(asked.only)]
     if not patches:
         parser.error(f"no patch begins with {asked.only!r}")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in STOPS:
+        signal.signal(number, _interrupt)
     rows: list[Row] = []
     num_not_run, began_s = 0, time.monotonic()
     try:
@@ -118,6 +121,13 @@ def main() -> int:
         f"not, {num_not_run} could not be run; {took_s} s"
     )
     return 1 if unseen or num_not_run else 0
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Once: to interrupt the end of the run would leave its folder and its processes."""
+    for each in STOPS:
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 class Trial:
