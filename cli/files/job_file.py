@@ -20,7 +20,7 @@ from ...events.spec.job import JobSpec, is_url, parse
 from . import megatron_command
 
 FILE_BYTES_MAX = 1 << 20
-FAST_DEPTH_MAX = 500
+FAST_LEVELS_NUM_MAX = 500
 """libyaml overflows a stack of 8 MiB at a depth of 20,000 to 30,000."""
 REREAD_CHARS_MAX = 1 << 18
 """To read them again in Python takes about 3 s."""
@@ -180,7 +180,7 @@ def read_large(text: str, docs: str = EXAMPLES) -> Any:
     overflows the stack where text is nested too deeply. So text with a `*`, that may be nested
     deeply, or (up to REREAD_CHARS_MAX) that libyaml refuses, is read by `read_yaml`.
     """
-    if yaml.__with_libyaml__ and "*" not in text and _depth_bound(text) < FAST_DEPTH_MAX:
+    if yaml.__with_libyaml__ and "*" not in text and _depth_bound(text) < FAST_LEVELS_NUM_MAX:
 
         class FastLoader(yaml.CSafeLoader, _Loader):
             pass
@@ -196,7 +196,7 @@ def read_large(text: str, docs: str = EXAMPLES) -> Any:
 def _depth_bound(text: str) -> int:
     """The text is nested at most so deeply. Brackets in quoted text count, so it may be less."""
     signs = re.findall(r"[\[\]{}]", text)
-    flow = max(accumulate(1 if one in "[{" else -1 for one in signs), default=0)
+    flow = max(accumulate(1 if sign in "[{" else -1 for sign in signs), default=0)
     indented = re.findall(r"^[ ?:-]+", text, re.MULTILINE)
     return flow + max(map(len, indented), default=0)
 

@@ -138,12 +138,12 @@ def offline(shown: Plain, path: str) -> list[str]:
         *_constraints(shown),
         *(
             line
-            for one in shown["tasks"]
-            if one["slots_before"] and not one["waf_before"]
+            for task in shown["tasks"]
+            if task["slots_before"] and not task["waf_before"]
             for line in fmt.labelled(
                 "note",
-                f"{one['name']} has no throughput on its current {one['slots_before']}: it counts "
-                "as earning nothing before",
+                f"{task['name']} has no throughput on its current {task['slots_before']}: it "
+                "counts as earning nothing before",
             )
         ),
     ]
