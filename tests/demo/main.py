@@ -97,7 +97,7 @@ def _run(stage: Stage, alpha: Player, beta: Player, gamma: Player) -> None:
         f"{metadata.version('torch')}, megatron-core "
         f"{metadata.version('megatron-core')}, {cores}",
     )
-    stage.say("expect", f"about a minute if {NUM_CORES} cores are idle, seven where they are busy")
+    stage.say("expect", f"one to two minutes if {NUM_CORES} cores are idle, up to ten if not")
     stage.start()
     place = quote(shown(stage.state.path))
     stage.say("look", f"second terminal: .venv/bin/unicron status -w --state {place}")
@@ -148,10 +148,10 @@ def _end(stage: Stage, alpha: Player, *, keep: bool) -> int:
         _leave(stage, alpha)
     else:
         stage.say("next", "make demo KEEP=1 (break it yourself)")
-        stage.note(None, f"unicron model generate {place}/alpha --prompt 'The '")
+        stage.note(None, f".venv/bin/unicron model generate {place}/alpha --prompt 'The '")
         newest = max((one.id for one in incidents), default=0)
         if newest:
-            stage.note(None, f"unicron replay {place}/log.jsonl --incident {newest}")
+            stage.note(None, f".venv/bin/unicron replay {place}/log.jsonl --incident {newest}")
     return int(bool(stage.broken))
 
 
@@ -166,9 +166,9 @@ def _leave(stage: Stage, alpha: Player) -> None:
     place = quote(shown(stage.state.path))
     up.up(stage.state, up.UpOptions(), detach=True)
     stage.say("yours", f"a task that trains on, {KEPT_ITERATIONS:,} iterations; break it yourself:")
-    stage.note(None, f"unicron status yours --state {place}     then kill -9 any pid that you see")
-    stage.note(None, f"unicron incident --state {place}         what it cost, and why")
-    console.talk(f"hint: unicron down --state {place} ends it")
+    stage.note(None, f".venv/bin/unicron status yours --state {place}     then kill -9 any pid that you see")
+    stage.note(None, f".venv/bin/unicron incident --state {place}         what it cost, and why")
+    console.talk(f"hint: .venv/bin/unicron down --state {place} ends it")
 
 
 def main() -> int:
