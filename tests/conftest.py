@@ -45,7 +45,6 @@ settings.register_profile(
     phases=(Phase.explicit, Phase.generate),
     report_multiple_bugs=False,
 )
-settings.load_profile("bounded")
 
 
 _stops: list[int] = []
@@ -67,11 +66,14 @@ def pytest_runtest_call() -> Generator[None, Any, Any]:
             raise KeyboardInterrupt
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """SIGTERM acts as Ctrl-C, so that fixtures stop the processes that the tests started. A shell
     starts what is in its background with Ctrl-C ignored, and all processes would inherit that."""
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Not where this file is read: a test that imports it would change the profile of the run.
+    if not config.getoption("hypothesis_profile"):
+        settings.load_profile("bounded")
     # The test machine may be short of memory or have errors in its kernel log. Tests must not
     # depend on that: only tests of health checks turn health monitoring on.
     os.environ["UNICRON_HEALTH"] = "off"

@@ -166,7 +166,10 @@ def _leave(stage: Stage, alpha: Player) -> None:
     place = quote(shown(stage.state.path))
     up.up(stage.state, up.UpOptions(), detach=True)
     stage.say("yours", f"a task that trains on, {KEPT_ITERATIONS:,} iterations; break it yourself:")
-    stage.note(None, f".venv/bin/unicron status yours --state {place}     then kill -9 any pid that you see")
+    stage.note(
+        None,
+        f".venv/bin/unicron status yours --state {place}     then kill -9 any pid that you see",
+    )
     stage.note(None, f".venv/bin/unicron incident --state {place}         what it cost, and why")
     console.talk(f"hint: .venv/bin/unicron down --state {place} ends it")
 
