@@ -53,7 +53,6 @@ def test_all_processes_find_the_new_primary(tmp_path: Path) -> None:
             "IncidentOpened",
             "NodeJoined",
             "Quiesce",
-            "RankStalled",
             "ReportsLost",
             "RankExited",
             "StopRank",

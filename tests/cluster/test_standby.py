@@ -84,7 +84,6 @@ class Standby:
             "NodeJoined",
             "NodeUnreachable",
             "Quiesce",
-            "RankStalled",
             "ReportsLost",
             "RankExited",
             "StopRank",

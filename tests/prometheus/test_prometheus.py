@@ -118,6 +118,11 @@ def test_rules_and_dashboard_name_metrics_that_there_are() -> None:
             assert name in known, expression
 
 
+def told(cluster: RealCluster) -> list[Path]:
+    """The files that say where each control plane listens."""
+    return sorted(cluster.state.path.glob("control_plane*.json"))
+
+
 @pytest.fixture(scope="module")
 def scraped(
     tmp_path_factory: pytest.TempPathFactory,
@@ -134,11 +139,10 @@ def scraped(
         token = cluster.client().post("/v1/tokens", {"name": "prometheus", "role": "view"})
         (path / "token").write_text(token["token"])
         scrape["authorization"]["credentials_file"] = str(path / "token")
-        targets = [
-            json.loads(file.read_text())["url"].removeprefix("http://")
-            for file in sorted(cluster.state.path.glob("control_plane*.json"))
-        ]
-        assert len(targets) == 2
+        files = cluster.wait(
+            lambda: two if len(two := told(cluster)) == 2 else None, "both control planes listen"
+        )
+        targets = [json.loads(file.read_text())["url"].removeprefix("http://") for file in files]
         with site.scraping(path, scrape, RULES, targets) as prometheus:
             prometheus.wait('unicron_tasks{state="running"} == 1')
             prometheus.wait("increase(unicron_step_seconds_count[5s]) > 0")
