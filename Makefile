@@ -177,6 +177,7 @@ disasters: setup types ## play other people's disasters and write their figures 
 check: setup types ## rules: ruff, mypy and pyright strict, the house tests, the age of README's figures
 	@$(BIN)/ruff format --check --quiet . || { echo "hint: $(BIN)/ruff format ."; exit 1; }
 	@$(BIN)/ruff check --output-format concise .
+	@echo "check    ruff passed; mypy and pyright take two minutes the first time"
 	@$(BIN)/mypy $(ROOMS:%=-p unicron.%)
 	@$(BIN)/pyright
 	@$(BIN)/pytest tests/house/test_house.py
