@@ -78,17 +78,34 @@ def no_callable_is_assigned_from_outside(root: Path) -> list[str]:
     ]
 
 
+CALLABLE = re.compile(r"(^|\| ?)\(?(\w+\.)*Callable\b")
+
+
 def _called_attributes(tree: ast.Module) -> Iterator[str]:
-    """Attributes that a class declares as Callable, or sets to a lambda."""
+    """Attributes that a class declares as Callable, or sets to a lambda or a Callable argument."""
     for kind in nodes(tree):
         for node in ast.walk(kind) if isinstance(kind, ast.ClassDef) else ():
             if isinstance(node, ast.AnnAssign):
-                if re.match(r"\(?(\w+\.)*Callable\b", ast.unparse(node.annotation)):
+                if CALLABLE.search(ast.unparse(node.annotation)):
                     yield getattr(node.target, "attr", getattr(node.target, "id", ""))
             elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
-                yield from (
-                    t.attr for t in node.targets if isinstance(t, ast.Attribute) and _own(t)
-                )
+                yield from _own_names(node)
+            elif isinstance(node, Function):
+                arguments = {
+                    one.arg
+                    for one in (*node.args.args, *node.args.kwonlyargs)
+                    if one.annotation and CALLABLE.search(ast.unparse(one.annotation))
+                }
+                for inner in own_nodes(node):
+                    if (
+                        isinstance(inner, ast.Assign)
+                        and getattr(inner.value, "id", "") in arguments
+                    ):
+                        yield from _own_names(inner)
+
+
+def _own_names(node: ast.Assign) -> Iterator[str]:
+    yield from (t.attr for t in node.targets if isinstance(t, ast.Attribute) and _own(t))
 
 
 def _assigned(function: Function) -> Iterator[tuple[ast.Attribute, ast.expr]]:
@@ -243,6 +260,10 @@ RULES: Rules = {
         {"cli/a.py": A + "def g(a):\n    a.x, a.f = 1, lambda: 2\n"},
         {"cli/a.py": "class A:\n    def f(self): ...\ndef h(): ...\ndef g(a):\n    a.f = h\n"},
         {"cli/a.py": "class A:\n    f: Callable[[], int]\ndef g(a, h):\n    a.f = h\n"},
+        {
+            "cli/a.py": "class A:\n    def __init__(self, f: None | Callable[[], int]):\n"
+            "        self.f = f\ndef g(a, h):\n    a.f = h\n"
+        },
     ],
     no_comparison_with_a_sentence: [
         {"cli/a.py": f"def f(why):\n    return {text}\n"}
