@@ -153,6 +153,8 @@ def write(name: str, block: Block, root: Path = ROOT, measured: Path = MEASURED)
     page = root / block.page
     nums = sorted({one.n for one in rows if one.n and one.metric == block.metric} or {1})
     num = f"{nums[0]}" if len(nums) == 1 else f"{nums[0]} to {nums[-1]}"
+    if took_s := about.get("took_s"):
+        num += f", in {max(1, round(took_s / 60))} min"
     load, cores = about.get("load_1min", 0.0), about.get("cores", 1)
     if load > LOAD_MAX * cores:
         num += f", under a load of {load:.0f} on {cores} cores"

@@ -66,6 +66,13 @@ def test_a_block_written_by_hand_becomes_one_of_the_tool() -> None:
     assert fresh.startswith("before\n<!-- figures: one -->\ntext\n\nMeasured at commit abc1234 on ")
 
 
+def test_the_page_says_how_long_the_bench_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(STAMP, "took_s", 400)
+    assert "n=7, in 7 min.\n" in measured(tmp_path, "detection", DETECTED)
+
+
 @pytest.mark.parametrize(("load", "said"), [(3.9, ""), (18.3, ", under a load of 18 on 2 cores")])
 def test_the_page_says_when_other_work_ran_beside_the_bench(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: float, said: str
