@@ -66,6 +66,8 @@ class Witness:
         self._received_bytes: Counter[int] = Counter()
         self._resumes: Counter[int] = Counter()
         self._published: dict[int, tuple[int, int]] = {}
+        self._not_acted_on: set[int] = set()
+        """The deadlines at which an iteration was perhaps only slow."""
 
     def see(self, record: Record) -> str:
         """Check and fold the next record; returns its row of the transition table, or ""."""
@@ -157,6 +159,9 @@ class Witness:
         hang = hang_of(self.state, task)
         self._check(record, hang is not None and int(of[1]) == task.generation, "without a hang")
         assert hang is not None
+        if not hang.is_actionable:  # the deadline is of a hang that was another one then
+            self._not_acted_on.add(record.seq)
+            return
         going = {rank.rank for rank in ranks if rank.rank not in task.stalls}
         self._check(
             record,
@@ -192,6 +197,10 @@ class Witness:
             least_s = max(3 * stall.normal_s, self.state.policy.hang_s_min)
             self._check(record, record.at_s - stall.since_s >= least_s - 0.01, "too early")
         self.counts[f"hangs found: {hang.kind}"] += 1
+
+    def _evidence(self, record: Record, body: d.IncidentOpened | d.IncidentEscalated) -> None:
+        idle = self._not_acted_on.intersection(body.evidence)
+        self._check(record, not idle, f"acts on {idle}: an iteration that may only be slow")
 
     def _reconfigure(self, record: Record, body: o.Reconfigure) -> None:
         task = self.state.tasks[body.task]
@@ -304,6 +313,7 @@ class Witness:
         open_ = self.state.incidents.get(task.incident) if task is not None else None
         self._check(record, open_ is None or bool(open_.outcome), "while another is open")
         self._check(record, all(0 < seq < record.seq for seq in body.evidence), "has bad evidence")
+        self._evidence(record, body)
         self.counts["incidents"] += 1
 
     def _closed(self, record: Record, body: d.IncidentClosed) -> None:
@@ -397,6 +407,7 @@ LOOKS: dict[type[t.Body], Callable[[Witness, Record, Any], None]] = {
     o.Resume: Witness._resume,
     o.PublishCheckpoint: Witness._publish,
     d.IncidentOpened: Witness._opened,
+    d.IncidentEscalated: Witness._evidence,
     d.IncidentClosed: Witness._closed,
     r.Quiesced: Witness._quiesced,
     r.Reconfigured: Witness._reconfigured,
