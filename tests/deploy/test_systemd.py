@@ -21,7 +21,8 @@ def complaints(text: str, name: str, folder: Path) -> str:
     if tool is None:
         pytest.skip("systemd-analyze is not installed")
     unit = folder / name
-    unit.write_text(text.replace("/opt/unicron/.venv/bin", str(Path(sys.executable).parent)))
+    programs = str(Path(sys.executable).parent).replace(" ", r"\x20")
+    unit.write_text(text.replace("/opt/unicron/.venv/bin", programs))
     done = subprocess.run(
         [tool, "verify", str(unit)], capture_output=True, text=True, check=False, timeout=60
     )

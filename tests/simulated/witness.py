@@ -56,10 +56,9 @@ class Witness:
         self._settled: dict[int, list[r.Reconfigured]] = {}
         self._version: dict[tuple[int, int], tuple[int, int, int]] = {}
         """(task, rank) -> attempt, generation and step version of the rank's last Quiesced."""
-        self._best: dict[int, int] = {}
-        """Task -> the highest step version of all reachable ranks at the last Reconfigure."""
-        self._whole: dict[int, bool] = {}
-        """Task -> whether these ranks had the complete state between them."""
+        self._reached: dict[int, tuple[int, bool]] = {}
+        """Task -> the highest step version of all reachable ranks at the last Reconfigure, and
+        whether these ranks had the complete state between them."""
         self._lost: Counter[int] = Counter()
         self._from: dict[int, list[r.Reconfigured]] = defaultdict(list)
         """Incident -> the members' Reconfigured reports that count for the state's origin."""
@@ -205,10 +204,10 @@ class Witness:
     def _reconfigure(self, record: Record, body: o.Reconfigure) -> None:
         task = self.state.tasks[body.task]
         known = [self._known(task, number) for number in task.ranks]
-        self._best[task.id] = max(known, default=-1)
+        best = max(known, default=-1)
         self._settled[task.id] = []
         ranks = [rank for number, rank in task.ranks.items() if self._known(task, number) >= 0]
-        self._whole[task.id] = is_complete(task, ranks, self._best[task.id])
+        self._reached[task.id] = best, is_complete(task, ranks, best)
         members = [(member.rank, member.attempt) for member in body.members]
         self._check(record, len({rank for rank, _ in members}) == len(members), "has a rank twice")
 
@@ -227,10 +226,11 @@ class Witness:
         task, told = self.state.tasks[body.task], self._settled.get(body.task, [])
         self._check(record, len({x.step_version for x in told}) == 1, "but step versions differ")
         version = told[0].step_version
+        best, is_whole = self._reached[task.id]
         self._check(
             record,
-            version >= self._best[task.id] or not self._whole[task.id],
-            f"from step {version}, a member had {self._best[task.id]}",
+            version >= best or not is_whole,
+            f"from step {version}, a member had {best}",
         )
         train = task.spec.training
         assert train is not None
