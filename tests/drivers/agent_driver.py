@@ -319,6 +319,16 @@ def alive(pid: int) -> bool:
     return proc is not None and proc.state not in "ZX"
 
 
+def dies(pid: int, within_s: float = 60.0) -> bool:
+    """Whether the process ends within this time. After SIGKILL the kernel needs a moment too."""
+    last_s = time.monotonic() + within_s
+    while alive(pid):
+        if time.monotonic() > last_s:
+            return False
+        time.sleep(0.02)
+    return True
+
+
 def command(*argv: str) -> JobSpec:
     return parse(
         {"apiVersion": "unicron/v1", "name": "job", "slots": {"max": 2}, "command": list(argv)}

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from agent_driver import alive
+from agent_driver import dies
 from mutants import run, table
 
 TESTS = Path(__file__).parents[1]
@@ -147,7 +147,7 @@ def test_tests_are_ended_in_time_and_what_failed_before_counts(tree: Path) -> No
                 break
     assert result.is_stopped
     assert result.failed == ["tests/test_sleeps.py::test_before"]
-    assert not alive(int((tree / "pid").read_text()))
+    assert dies(int((tree / "pid").read_text()))
 
 
 def test_an_interrupted_run_leaves_nothing(tree: Path) -> None:
@@ -180,7 +180,7 @@ def test_an_interrupted_run_leaves_nothing(tree: Path) -> None:
         process.wait()
     assert process.returncode == 130
     assert out == "mutants   interrupted\n"
-    assert not alive(child)
+    assert dies(child)
     assert not [*(tree / "temporary").iterdir()]
 
 

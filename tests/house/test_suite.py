@@ -19,7 +19,7 @@ import pytest
 import rank_places
 import suite
 import tiers
-from agent_driver import alive
+from agent_driver import dies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -242,10 +242,7 @@ def test_processes_of_an_interrupted_run_are_ended(
 
     monkeypatch.setattr(suite, "_tell_progress", interrupt)
     assert suite.main() == 130
-    last_s = time.monotonic() + WAIT_S
-    while alive(int(told.read_text())):
-        assert time.monotonic() < last_s
-        time.sleep(0.05)
+    assert dies(int(told.read_text()))
     out = capfd.readouterr().out
     assert "stopping  the tests end what they started" in out
     assert "tests     interrupted: 0 passed, " in out
@@ -412,4 +409,4 @@ def test_terminated_tests_stop_their_processes(tmp_path: Path) -> None:
     finally:
         tests.kill()
         tests.wait()
-    assert not alive(server)
+    assert dies(server)
