@@ -520,29 +520,34 @@ def test_cpu_wait_does_not_count_as_own_work() -> None:
 
 
 # --- the state of a process without progress -----------------------------------------------------
-def described(code: str, number: signal.Signals | None = None) -> str:
+def is_described(code: str, wanted: str, number: signal.Signals | None = None) -> bool:
+    """Whether a process that runs this code is so described. On a busy machine it may take a
+    while until it does what it is to do."""
     with subprocess.Popen(
         [sys.executable, "-c", f"print('up', flush=True)\n{code}"], stdout=subprocess.PIPE
     ) as child:
         try:
             assert child.stdout is not None
             child.stdout.readline()
-            before = process_state.look(child.pid)
-            assert before is not None
             if number is not None:
                 os.kill(child.pid, number)
-            time.sleep(0.4)
-            return process_state.describe(child.pid, before)
+            for _ in range(50):
+                before = process_state.look(child.pid)
+                assert before is not None
+                time.sleep(0.4)
+                if process_state.describe(child.pid, before).startswith(wanted):
+                    return True
+            return False
         finally:
             child.kill()
 
 
 def test_a_stalled_process_is_described() -> None:
-    assert described("while True: pass").startswith("computes")
-    assert described("import time; time.sleep(60)").startswith("sleeps in ")
-    assert described("import time; time.sleep(60)", signal.SIGSTOP) == "stopped by a signal"
+    assert is_described("while True: pass", "computes")
+    assert is_described("import time; time.sleep(60)", "sleeps in ")
+    assert is_described("import time; time.sleep(60)", "stopped by a signal", signal.SIGSTOP)
     thread = "import threading, time; threading.Lock().acquire(); time.sleep(60)"
-    assert described(thread).startswith("sleeps")
+    assert is_described(thread, "sleeps")
 
 
 def test_a_process_that_is_gone_has_no_description() -> None:
