@@ -20,16 +20,16 @@ import datetime
 import fcntl
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import interrupts
 from unicron.workers.host import linux
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,7 +82,6 @@ TIERS = {
 LANE = "UNICRON_TEST_LANE"
 """Environment variable of all processes of a lane."""
 RUN_BY = {"real": "make test-real", "thorough": "make test-thorough"}
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_S, STOP_S, TELL_S = 0.2, 50.0, 10.0
 EARLY_SHARE = 0.05
 IDLE_S_MAX = 1200.0
@@ -214,11 +213,7 @@ def main() -> int:
     names = [name for name in asked.lanes.split(",") if name] or list(lanes)
     if unknown := [name for name in names if name not in lanes]:
         asks.error(f"no lane {unknown[0]}; there are {', '.join(lanes)}")
-    for number in STOPS:
-        if (
-            number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN
-        ):  # nohup ignores it
-            signal.signal(number, signal.default_int_handler)
+    interrupts.once()
     try:
         PLACES.mkdir(parents=True, exist_ok=True)
         with _alone():
@@ -269,25 +264,20 @@ def run(tier: str, words: dict[str, list[str]]) -> int:
 
 
 def _stop(lanes: list[Lane]) -> None:
-    """End the lanes that still run, and what their tests have left. To interrupt this would leave
-    processes, so it is not possible."""
+    """End the lanes that still run, and what their tests have left."""
     running = [lane for lane in lanes if not lane.ended]
-    former = {number: signal.signal(number, signal.SIG_IGN) for number in STOPS}
-    try:
-        if running:
-            print(
-                f"stopping  the tests end what they started, in {STOP_S:.0f} s at most", flush=True
-            )
-        for lane in running:
-            lane.stop()
-        for lane in lanes:
-            lane.wait_stopped()
-            lane.read()
-        for lane in running:
-            linux.kill_marked(f"{LANE}={lane.report}".encode())
-    finally:
-        for number, action in former.items():
-            signal.signal(number, action)
+    for lane in running:
+        lane.stop()
+    if running:
+        interrupts.end()
+        with suppress(BrokenPipeError):  # nobody may read what it prints
+            told = f"the tests end what they started, in {STOP_S:.0f} s at most"
+            print(f"stopping  {told}", flush=True)
+    for lane in lanes:
+        lane.wait_stopped()
+        lane.read()
+    for lane in running:
+        linux.kill_marked(f"{LANE}={lane.report}".encode())
 
 
 def _wait(lanes: list[Lane]) -> bool:

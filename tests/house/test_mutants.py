@@ -86,7 +86,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(run, "FIGURES", tmp_path / "mutants.json")
     monkeypatch.setattr(run, "COPIED", ("events", "__init__.py"))
     monkeypatch.setattr(run.sys, "argv", ["run.py"])
-    monkeypatch.setattr(run.signal, "signal", lambda number, action: None)
+    monkeypatch.setattr(run.interrupts, "once", lambda: None)
     monkeypatch.setattr(run.tempfile, "tempdir", str(tmp_path / "temporary"))
     return tmp_path
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import interrupts
 import lane_report
 import pytest
 import rank_places
@@ -101,7 +102,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }.items():
         monkeypatch.setattr(suite, name, value)
     monkeypatch.setattr(suite.sys, "argv", ["suite.py"])
-    monkeypatch.setattr(suite.signal, "signal", Mock())
+    monkeypatch.setattr(interrupts.signal, "signal", Mock())
     return tmp_path
 
 
@@ -216,6 +217,28 @@ def test_tests_that_did_not_run_fail_the_run(
     assert "again     " not in out
 
 
+def test_lanes_end_when_nobody_reads_what_is_printed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after `make test | head -1`: then each print fails, also that of the end."""
+    (folder / "test_it.py").write_text(
+        "import os, pathlib, time\n"
+        "def test_it():\n"
+        "    pathlib.Path(__file__).with_name('pid').write_text(str(os.getpid()))\n"
+        "    time.sleep(600)\n"
+    )
+    told = folder / "pid"
+
+    def fails(*words: Any, **options: Any) -> None:
+        if told.exists() and told.read_text():
+            raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", fails)
+    monkeypatch.setattr(suite.os, "dup2", Mock())
+    assert suite.main() == 2
+    assert dies(int(told.read_text()))
+
+
 @pytest.mark.parametrize("failing", [False, True], ids=["first run", "again"])
 def test_processes_of_an_interrupted_run_are_ended(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], failing: bool
@@ -259,6 +282,19 @@ def test_a_run_in_which_no_test_ends_is_stopped(
     assert "tests     interrupted: 0 passed, 0 failed, 0 skipped" in out
 
 
+def with_plugin(folder: Path, name: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the tests of the folder in a pytest of their own, with this plugin."""
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", name, "test_it.py"],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=WAIT_S,
+    )
+
+
 def test_a_test_that_swallows_an_interrupt_ends_the_run(tmp_path: Path) -> None:
     """As a test does that runs a command in its own process, which answers Ctrl-C."""
     (tmp_path / "test_it.py").write_text(
@@ -270,15 +306,7 @@ def test_a_test_that_swallows_an_interrupt_ends_the_run(tmp_path: Path) -> None:
         "        assert False\n"
         "def test_b(): pass\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "conftest", "test_it.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS / 'drivers'}"},
-        text=True,
-        capture_output=True,
-        timeout=WAIT_S,
-        check=False,
-    )
+    done = with_plugin(tmp_path, "conftest", PYTHONPATH=f"{TESTS}:{TESTS / 'drivers'}")
     assert done.returncode == pytest.ExitCode.INTERRUPTED
     assert "no tests ran" in done.stdout
 
@@ -296,15 +324,8 @@ def test_two_runs_in_one_checkout_are_refused(
 
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text("def test_it(): pass\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "lane_report", "test_it.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(TESTS / "drivers"), lane_report.VARIABLE: "/dev/full"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=WAIT_S,
-    )
+    told = {"PYTHONPATH": str(TESTS / "drivers"), lane_report.VARIABLE: "/dev/full"}
+    done = with_plugin(tmp_path, "lane_report", **told)
     assert done.returncode == pytest.ExitCode.INTERNAL_ERROR
     assert "the report of this lane cannot be written: [Errno 28] No space left" in done.stdout
 

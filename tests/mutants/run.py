@@ -16,7 +16,6 @@ import argparse
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,9 +24,9 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
+import interrupts
 import tiers
 from bench.recovery.rows import Row, row, write
 from mutants.table import IN_REAL, IN_TEST, SYSTEM, TOOK, num_unseen, rows_of_this_commit
@@ -43,7 +42,6 @@ MUTANT_S_MAX = 240.0
 """Time limit for the tests of one mutant. What failed until then counts."""
 UNCHANGED_S_MAX = 600.0
 """Time limit for the same tests without it."""
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOP_S = 60.0
 """Time for the tests to end the processes that they started (conftest.py)."""
 MARK = "UNICRON_MUTANT"
@@ -96,8 +94,7 @@ def main() -> int:
     patches = [path for path in sorted(PATCHES.glob("*.patch")) if path.name.startswith(asked.only)]
     if not patches:
         parser.error(f"no patch begins with {asked.only!r}")
-    for number in STOPS:
-        signal.signal(number, _interrupt)
+    interrupts.once()
     rows: list[Row] = []
     num_not_run, began_s = 0, time.monotonic()
     try:
@@ -121,13 +118,6 @@ def main() -> int:
         f"not, {num_not_run} could not be run; {took_s} s"
     )
     return 1 if unseen or num_not_run else 0
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Once: to interrupt the end of the run would leave its folder and its processes."""
-    for each in STOPS:
-        signal.signal(each, signal.SIG_IGN)
-    raise KeyboardInterrupt
 
 
 class Trial:
@@ -285,16 +275,14 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 def _read(counts: Path, *, is_stopped: bool) -> Result:
     """What pytest wrote about each test."""
-    cases = {
-        f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}": case
-        for case in ET.parse(counts).getroot().iter("testcase")
-    }
-    failed = [
-        test
-        for test, case in cases.items()
-        if case.find("failure") is not None or case.find("error") is not None
-    ]
-    return Result(failed, len(cases), is_stopped)
+    tests: list[str] = []
+    failed: list[str] = []
+    for case in ET.parse(counts).getroot().iter("testcase"):
+        test = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+        tests.append(test)
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed.append(test)
+    return Result(list(dict.fromkeys(failed)), len(set(tests)), is_stopped)
 
 
 if __name__ == "__main__":
