@@ -84,7 +84,16 @@ class RealCluster:
             self.local.ensure(name)
         client = self.local.wait_control_plane()
         self.local.wait_agents(client)
+        num = len(self.local.control_planes)
+        self.wait(
+            lambda: len(self.control_plane_urls()) == num or None, f"{num} control planes listen"
+        )
         return client
+
+    def control_plane_urls(self) -> list[str]:
+        """Where the control planes listen, those that have said it."""
+        files = sorted(self.state.path.glob("control_plane*.json"))
+        return [str(json.loads(file.read_text())["url"]) for file in files]
 
     def start_control_plane(self, crash_after: str = "") -> None:
         """Start a new one, which kills itself after (with `-`: before) a `crash_after` record."""

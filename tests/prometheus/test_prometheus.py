@@ -118,11 +118,6 @@ def test_rules_and_dashboard_name_metrics_that_there_are() -> None:
             assert name in known, expression
 
 
-def told(cluster: RealCluster) -> list[Path]:
-    """The files that say where each control plane listens."""
-    return sorted(cluster.state.path.glob("control_plane*.json"))
-
-
 @pytest.fixture(scope="module")
 def scraped(
     tmp_path_factory: pytest.TempPathFactory,
@@ -139,10 +134,8 @@ def scraped(
         token = cluster.client().post("/v1/tokens", {"name": "prometheus", "role": "view"})
         (path / "token").write_text(token["token"])
         scrape["authorization"]["credentials_file"] = str(path / "token")
-        files = cluster.wait(
-            lambda: two if len(two := told(cluster)) == 2 else None, "both control planes listen"
-        )
-        targets = [json.loads(file.read_text())["url"].removeprefix("http://") for file in files]
+        targets = [url.removeprefix("http://") for url in cluster.control_plane_urls()]
+        assert len(targets) == 2
         with site.scraping(path, scrape, RULES, targets) as prometheus:
             prometheus.wait('unicron_tasks{state="running"} == 1')
             prometheus.wait("increase(unicron_step_seconds_count[5s]) > 0")
