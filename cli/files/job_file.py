@@ -195,10 +195,9 @@ def read_large(text: str, docs: str = EXAMPLES) -> Any:
 
 def _depth_bound(text: str) -> int:
     """The text is nested at most so deeply. Brackets in quoted text count, so it may be less."""
-    signs = re.findall(r"[\[\]{}]", text)
-    flow = max(accumulate(1 if sign in "[{" else -1 for sign in signs), default=0)
-    indented = re.findall(r"^[ ?:-]+", text, re.MULTILINE)
-    return flow + max(map(len, indented), default=0)
+    steps = (1 if sign[0] in "[{" else -1 for sign in re.finditer(r"[\[\]{}]", text))
+    indents = (len(line[0]) for line in re.finditer(r"^[ ?:-]+", text, re.MULTILINE))
+    return max(accumulate(steps), default=0) + max(indents, default=0)
 
 
 def with_absolute_paths(spec: JobSpec) -> JobSpec:

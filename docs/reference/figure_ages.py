@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -188,17 +188,23 @@ class NoHistoryError(Exception):
     """Commits cannot be counted here. The text says why, and what to do."""
 
 
+def pages(root: Path) -> Iterator[tuple[str, str]]:
+    """README and the pages of docs: (path, text)."""
+    for path in (root / "README.md", *sorted((root / "docs").rglob("*.md"))):
+        yield path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
+
+
 def stamps(root: Path = ROOT) -> list[Stamp]:
     """The figures on README and the pages of docs. Raises KeyError for one not in FIGURES."""
     told: list[Stamp] = []
-    for path in (root / "README.md", *sorted((root / "docs").rglob("*.md"))):
-        for by_hand, name, text in MARK.findall(path.read_text(encoding="utf-8")):
+    for page, written in pages(root):
+        for by_hand, name, text in MARK.findall(written):
             commits = COMMIT.findall(text)
             named = set() if by_hand else set(COLUMN.findall(text))
             told.append(
                 Stamp(
                     name,
-                    path.relative_to(root).as_posix(),
+                    page,
                     bool(by_hand),
                     tuple(commit for commit, _ in commits),
                     any(dirty for _, dirty in commits),
@@ -210,12 +216,7 @@ def stamps(root: Path = ROOT) -> list[Stamp]:
 
 def broken_pages(root: Path = ROOT) -> list[str]:
     """The pages with a mark that begins no figure: its end is missing, or it is misspelt."""
-    return [
-        path.relative_to(root).as_posix()
-        for path in (root / "README.md", *sorted((root / "docs").rglob("*.md")))
-        for text in [path.read_text(encoding="utf-8")]
-        if text.count(BEGIN) != len(MARK.findall(text))
-    ]
+    return [page for page, text in pages(root) if text.count(BEGIN) != len(MARK.findall(text))]
 
 
 def _words(root: Path, bench: str) -> set[str]:
