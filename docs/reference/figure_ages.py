@@ -84,7 +84,6 @@ FIGURES = {
     ),
     "recovery": Figure("bench-recovery", "tests/bench/recovery", HEALING),
     "layouts": Figure("bench-recovery", "tests/bench/recovery", HEALING),
-    "layouts-in-shards": Figure("bench-recovery", "tests/bench/recovery", HEALING),
     "settlement": Figure(
         "bench-settlement",
         "tests/bench/settlement",
