@@ -78,7 +78,6 @@ class Parted(Unicron):
             self._far,
             server,
             client,
-            self._local.wanted.port,
             num_slots=NUM_RANKS // 2,
             trace=self.watch.folder,
         )
