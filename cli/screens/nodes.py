@@ -129,6 +129,8 @@ def _reasons(nodes: list[Plain], option: str) -> list[str]:
             )
         if trouble := needs.node_trouble(node, option):
             lines += fmt.labelled(node["id"], trouble)
+        if suspected := _suspected(node):
+            lines += fmt.labelled(node["id"], suspected)
         if kept := needs.quarantine_reason(node, option):
             lines += fmt.labelled(node["id"], kept)
         for text in filter(None, (recovers(node), why_unhealthy(node))):
@@ -136,6 +138,16 @@ def _reasons(nodes: list[Plain], option: str) -> list[str]:
         if why := node_degraded(node, option):
             lines += fmt.labelled(node["id"], why)
     return ["", *lines] if lines else []
+
+
+def _suspected(node: Plain) -> str:
+    """Slots that are suspected, and why. They stay in use."""
+    whys = {slot["index"]: slot["suspected_why"] for slot in node["slots"] if not slot["out"]}
+    return "; ".join(
+        f"slot {index} suspected, in use until that is shown: {why}"
+        for index, why in whys.items()
+        if why
+    )
 
 
 def _letters(tasks: dict[int, str]) -> dict[int, str]:

@@ -60,6 +60,7 @@ def present(found: Plain, *, now_s: float, option: str = "") -> list[str]:
         *_constraints(found),
         *_layouts(found["tasks"]),
         *_waiting(found),
+        *_failing(found),
         *_paused(found, option),
         *_computed(found),
         *fmt.labelled(
@@ -434,6 +435,15 @@ def _waiting(found: Plain) -> list[str]:
         for one in found["tasks"][:ROWS_NUM_MAX]
         if one["waits"]
         for line in fmt.labelled("waits", f"{one['name']}: {one['waits']}")
+    ]
+
+
+def _failing(shown: Plain) -> list[str]:
+    return [
+        line
+        for task in shown["tasks"][:ROWS_NUM_MAX]
+        if task["fails"]
+        for line in fmt.labelled("fails", f"{task['name']}: {task['fails']}")
     ]
 
 

@@ -82,6 +82,7 @@ def task_status(
             f"{task['stands']} (for {fmt.span(max(now_s - task['stands_since_s'], 0.0))})",
         )
         lines += _dumps(task, view)
+    lines += _failing(task, now_s)
     lines += _reasons(task, view["cluster"])
     lines += fmt.labelled("next", _next(task, view, option))
     if past["read_seq"] < past["last_seq"]:
@@ -110,6 +111,25 @@ def task_status(
     if task["output"]:
         lines += fmt.labelled("output", task["output"])
     return [*lines, *_ranks(task["ranks"]), *_incidents(past)]
+
+
+def _failing(task: Plain, now_s: float) -> list[str]:
+    """How its processes fail, which try that was, and when the next suspect begins."""
+    failing = task["failing"]
+    if failing is None:
+        return []
+    if failing["until_s"] is not None:
+        left = fmt.span(max(failing["until_s"] - now_s, 0.0))
+        budget = f"it may pass: started again for {left} more"
+    else:
+        budget = f"failure {failing['num']} of {failing['num_max']} without progress"
+    starts_s = failing["starts_s"]
+    pause = fmt.span(max(starts_s - now_s, 0.0)) if starts_s is not None else ""
+    then = f", starts again in {pause}" if pause else ""
+    lines = fmt.labelled("failing", f"{failing['why']} ({budget}{then})")
+    for suspect in failing["suspects"]:
+        lines += fmt.labelled("suspects", f"{suspect['node']}/{suspect['slot']}: {suspect['why']}")
+    return lines
 
 
 def _reasons(task: Plain, cluster: Plain) -> list[str]:

@@ -94,6 +94,8 @@ class TaskDiff(Struct, frozen=True, kw_only=True):
     iteration: int
     waits: str = ""
     """Why it has no slots, and what it needs; computed for this answer."""
+    fails: str = ""
+    """Which slots it does not get because its own processes fail; empty: they do not."""
     layout_before: str = ""
     layout: str = ""
     """Empty for a task without a layout."""
@@ -424,10 +426,23 @@ def _diff(
         seats=task.target,
         iteration=task.iteration,
         waits=f"{waits.why}; needs {waits.needs}" if waits is not None and not slots else "",
+        fails=_fails(task),
         layout_before=_layout(task, len(seats)),
         layout=_layout(task, slots),
     )
     return diff if old is not None or not task.target else _with_copies(diff, state, task)
+
+
+def _fails(task: Task) -> str:
+    """What failures of the task's own processes mean for its plan."""
+    words = [f"at most {task.slots_max} slots, more ranks fail"] * bool(task.slots_max)
+    if task.failures is not None:
+        words.append(f"it takes no slot from another task: {task.failures.why}")
+    words += [
+        f"{suspect.slot.node}/{suspect.slot.index} is suspected: {suspect.why}"
+        for suspect in task.suspects.values()
+    ]
+    return "; ".join(words)
 
 
 def _with_copies(diff: TaskDiff, state: ClusterState, task: Task) -> TaskDiff:

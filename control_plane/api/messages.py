@@ -310,6 +310,9 @@ SlotView = TypedDict(
         "index": int,
         "out": bool,
         "out_why": str,
+        "suspected_why": Annotated[
+            str, Meta(description="Why the slot is suspected; it stays in use. Empty: it is not.")
+        ],
         "degraded": bool,
         "task": int,
         "rank": int | None,
@@ -382,6 +385,34 @@ MemoryCopy = TypedDict(
         "copy_bytes": int,
     },
 )
+SuspectView = TypedDict(
+    "SuspectView",
+    {
+        "rank": int,
+        "node": str,
+        "slot": int,
+        "why": Annotated[str, Meta(description="What is tried, and why.")],
+    },
+)
+Failing = TypedDict(
+    "Failing",
+    {
+        "why": Annotated[str, Meta(description="The newest failure.")],
+        "since_s": Annotated[float, Meta(description="When the first failure was observed.")],
+        "num": Annotated[int, Meta(description="Failures without progress, of one rank at most.")],
+        "num_max": Annotated[int, Meta(description="The failures at which another slot is tried.")],
+        "until_s": Annotated[
+            float | None,
+            Meta(description="Until when it is started again, if the failure may pass by itself."),
+        ],
+        "starts_s": Annotated[
+            float | None, Meta(description="When its last pause before a restart ends.")
+        ],
+        "suspects": Annotated[
+            list[SuspectView], Meta(description="The slots that its ranks have left as a trial.")
+        ],
+    },
+)
 TaskView = TypedDict(
     "TaskView",
     {
@@ -428,6 +459,10 @@ TaskView = TypedDict(
         "forward_calls": int,
         "healed": int,
         "iterations_lost": int | None,
+        "failing": Annotated[
+            Failing | None,
+            Meta(description="Failures of its own processes that it has not passed yet."),
+        ],
         "slow": list[SlowRank],
         "slowdown": float,
         "slower_alike": float,

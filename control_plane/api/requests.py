@@ -154,8 +154,9 @@ def undrain(state: ClusterState, request: Reason, node: str) -> t.Body:
 
 
 def lift(state: ClusterState, request: Reason, name: str) -> r.QuarantineLifted:
-    """Lift what keeps a node out: its quarantine, and disabled slots that do not fail now. `name`:
-    a node, or one slot as n1/0, in a path n1:0. What took it out no longer counts."""
+    """Lift what keeps a node out: its quarantine, and disabled slots that do not fail now.
+    Suspected slots are so no more. `name`: a node, or one slot as n1/0, in a path n1:0. What took
+    it out no longer counts."""
     node, is_slot, digits = name.replace(":", "/").partition("/")
     found, reason = _node(state, node), one_line(request.reason)
     if is_slot:
@@ -163,7 +164,7 @@ def lift(state: ClusterState, request: Reason, name: str) -> r.QuarantineLifted:
         return r.QuarantineLifted(node=node, reason=reason, slots=(slot,), quarantine=False)
     slots = tuple(
         index
-        for index in found.slots_disabled
+        for index in sorted({*found.slots_disabled, *found.slots_suspected})
         if found.health == "healthy" and not _stays_out(state, found, index)
     )
     if found.quarantine is None and not slots:
@@ -215,7 +216,7 @@ def _disabled_slot(state: ClusterState, node: Node, digits: str) -> int:
         )
     if why := _stays_out(state, node, index):
         raise Refusal(409, *why)
-    if index not in node.slots_disabled:
+    if index not in node.slots_disabled and index not in node.slots_suspected:
         raise Refusal(
             409,
             f"{name} is not out",

@@ -13,6 +13,7 @@ from ..decide.memory_checkpoints import (
     node_bytes,
     storing_nodes,
 )
+from ..fold.failures import pause_name
 from ..fold.hangs import stalled_command
 from ..fold.node_health import RECOVERED_S
 from ..incidents.hangs import locate_hang
@@ -141,6 +142,7 @@ def node_view(
             "index": index,
             "out": node.is_disabled(index),
             "out_why": (node.disabled_why.get(index, "") if index in node.slots_disabled else ""),
+            "suspected_why": node.slots_suspected.get(index, ""),
             "degraded": index in degraded,
             "task": 0,
             "rank": None,
@@ -288,6 +290,7 @@ def task_view(
         "forward_calls": task.forward_calls,
         "healed": task.healed,
         "iterations_lost": _iterations_lost(task),
+        "failing": _failing(state, task),
         "slow": _slow(task),
         "slowdown": slowdown(task),
         "slower_alike": uniform_slowdown(task),
@@ -313,6 +316,35 @@ def task_view(
         "copy_every": spec.training.copy_every if spec.training is not None else 0,
         "kept_sum": spec.training is None or spec.training.kept_sum,
         "ranks": [_rank(task, task.ranks[key]) for key in sorted(task.ranks)],
+    }
+
+
+def _failing(state: ClusterState, task: Task) -> dict[str, Any] | None:
+    """Failures of its own processes, until it has passed its point of failure."""
+    series = task.failures
+    if series is None or task.ending:
+        return None
+    due_s = [
+        state.deadlines[name].due_s
+        for number in task.seats_at
+        if (name := pause_name(task, number)) in state.deadlines
+    ]
+    return {
+        "why": series.why,
+        "since_s": series.since_s,
+        "num": max((task.restarts.get(number, 0) for number in series.ranks), default=0),
+        "num_max": state.policy.restarts_max + 1,
+        "until_s": series.since_s + state.policy.passing_s_max if series.can_pass else None,
+        "starts_s": max(due_s, default=None),
+        "suspects": [
+            {
+                "rank": number,
+                "node": suspect.slot.node,
+                "slot": suspect.slot.index,
+                "why": suspect.why,
+            }
+            for number, suspect in sorted(task.suspects.items())
+        ],
     }
 
 

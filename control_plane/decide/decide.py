@@ -108,7 +108,7 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
     if task is None:
         return []
     if isinstance(body, _PROGRESS):
-        return [task] if task.incident or task.faults else []
+        return [task] if task.incident or task.faults or task.suspects else []
     # The RankReady of a command's process answers no order.
     unsolicited = isinstance(body, r.RankReady) and not task.heals_in_memory
     if isinstance(body, _ANSWERS) and task.num_outstanding and not unsolicited:
@@ -164,7 +164,7 @@ def place(
     """Record the changed seats of all tasks. Tasks that do not grow come first."""
     labels = {name: node.labels for name, node in state.nodes.items()}
     slots = snapshot.slots
-    seats = placement.place(tasks, counts, slots, labels, snapshot.unread)
+    seats = placement.place(tasks, counts, slots, labels, snapshot.barred)
     for task in sorted(tasks, key=lambda task: (len(seats[task.id]) > len(task.target), task.id)):
         if seats[task.id] != task.target:
             why = (

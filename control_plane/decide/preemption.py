@@ -4,7 +4,7 @@ from ...events.records.types import Seat
 from ..state.cluster import ClusterState
 from ..state.members import has_layouts, is_complete, is_standby, position_of
 from ..state.task import Rank, Task
-from .processes import slot_free
+from .processes import may_start
 
 
 def is_preempted(state: ClusterState, task: Task) -> bool:
@@ -122,7 +122,7 @@ def is_starting(state: ClusterState, task: Task, seat: Seat) -> bool:
     """True if the seat's process is starting, or can be started because its slot is free."""
     rank = task.ranks.get(seat.rank)
     if rank is None:
-        return slot_free(state, task, seat)
+        return may_start(state, task, seat)
     return rank.slot == seat.slot and rank.state in ("ordered", "started") and rank.is_healthy
 
 

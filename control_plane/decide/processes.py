@@ -9,8 +9,9 @@ from ...events.records import orders as o
 from ...events.records.orders import StartRank, StopRank
 from ...events.records.types import Body, Seat
 from ...events.spec.model import Axes
+from ..fold.failures import pause_name
 from ..incidents.lifecycle import NUM_STOPS_MAX
-from ..placement.order_formats import reads
+from ..placement.usable_slots import reads
 from ..state.cluster import ClusterState, allocatable_slots
 from ..state.task import Rank, Task
 from ..throughput import table
@@ -77,15 +78,16 @@ def stop_pending(state: ClusterState, task: Task, rank: Rank) -> bool:
     return armed or len(rank.stop_orders) >= NUM_STOPS_MAX
 
 
-def slot_free(state: ClusterState, task: Task, seat: Seat) -> bool:
-    """True if a process can be started in the seat's slot: no process occupies the slot any more.
-    On a drained node nothing is started, nor where the agent cannot read the order, even for tasks
-    whose seats still have to move."""
+def may_start(state: ClusterState, task: Task, seat: Seat) -> bool:
+    """True if a process can be started in the seat's slot: no process occupies the slot any more,
+    and no pause of the rank runs. On a drained node nothing is started, nor where the agent cannot
+    read the order, even for tasks whose seats still have to move."""
     node = state.nodes.get(seat.slot.node)
     return (
         node is not None
         and node.takes_tasks
         and seat.slot.index not in node.occupants
+        and pause_name(task, seat.rank) not in state.deadlines
         and not node.is_disabled(seat.slot.index)
         and reads(node, task)
     )

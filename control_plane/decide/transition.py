@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ...events.records.decisions import TaskEnded
 from ...events.records.orders import PublishCheckpoint, Quiesce, Reconfigure, Resume
 from ...events.records.types import Body, Member, QuiesceMode, Seat
+from ..incidents.blame import judge_progress
 from ..incidents.lifecycle import close_incident, end_incident, network_incident, open_incidents
 from ..state.cluster import ClusterState
 from ..state.members import is_pinned
@@ -28,8 +29,8 @@ from .preemption import (
     savers,
 )
 from .processes import (
+    may_start,
     rendezvous_port,
-    slot_free,
     start_rank,
     stop_pending,
     stop_rank,
@@ -237,6 +238,8 @@ def next_decisions(state: ClusterState, task: Task) -> Iterator[Body]:
         yield from memory_checkpoints.drop_checkpoints(state, task)
         return
     yield from open_incidents(state, task)
+    if task.suspects:
+        yield from judge_progress(state, task)
     if is_paused and not (task.heals_in_memory and task.finished):
         if task.heals_in_memory:
             yield from _transition(state, task)
@@ -323,7 +326,7 @@ def _stop_orphans(state: ClusterState, task: Task) -> Iterator[Body]:
 def _start(state: ClusterState, task: Task) -> Iterator[Body]:
     """Start a process in each empty seat whose slot is free."""
     seats = [
-        seat for seat in task.target if seat.rank not in task.ranks and slot_free(state, task, seat)
+        seat for seat in task.target if seat.rank not in task.ranks and may_start(state, task, seat)
     ]
     if not seats:
         return
@@ -411,7 +414,7 @@ def _command(state: ClusterState, task: Task) -> Iterator[Body]:
         yield TaskEnded(task=task.id, outcome="finished", why="all processes exited with 0")
         return
     if not task.ranks:
-        if all(slot_free(state, task, seat) for seat in task.target):
+        if all(may_start(state, task, seat) for seat in task.target):
             port = rendezvous_port(task)  # once for all seats: the fold of StartRank counts a round
             axes, places = expected_positions(task) if task.may_adopt else (None, {})
             for seat in task.target:

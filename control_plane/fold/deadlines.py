@@ -22,6 +22,7 @@ from .edits import (
     schedule_estimate,
     set_deadline,
 )
+from .failures import RESTART
 from .hangs import command_hang_timed_out, hang_timed_out
 from .node_health import node_deadline_reached
 from .ranks import decline_recovery, is_recovery_unproven
@@ -76,6 +77,7 @@ def _late_stopped(state: ClusterState, record: Record, task: Task, rest: list[in
             f"rank {rank.rank} on {node.name} {STOPPED}",
             evidence=(rank.suspended_seq,),
             since_s=rank.suspended_s,
+            own=False,
         )
 
 
@@ -136,6 +138,10 @@ def _late_finish(state: ClusterState, record: Record, task: Task, rest: list[int
             rank.timeout_reason = "did not end after the task was done"
 
 
+def _pause_over(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
+    """The rank may start again, which decide orders."""
+
+
 def _names(ranks: list[Rank]) -> str:
     numbers = " ".join(str(rank.rank) for rank in ranks)
     return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
@@ -153,6 +159,7 @@ _LATE: dict[str, Callable[[ClusterState, Record, Task, list[int]], None]] = {
     "reconfigure": _late_reconfigure,
     "evidence": _late_evidence,
     "finish": _late_finish,
+    RESTART: _pause_over,
 }
 
 

@@ -10,9 +10,9 @@ from ..incidents.hangs import WAITED_FOR
 from ..incidents.node_incidents import update_undecided
 from ..incidents.severity import worst
 from ..state.cluster import NUM_INCIDENTS_MAX, ClusterState
-from ..state.incident import NUM_FAILURES_MAX, Incident
-from ..state.members import awaited, is_pinned, is_standby, is_starting
-from ..state.node import Occupant
+from ..state.incident import NUM_FAILURES_MAX, Incident, Suspect
+from ..state.members import awaited, count_outstanding, is_pinned, is_standby, is_starting
+from ..state.node import TEXT_CHARS_MAX, Occupant
 from ..state.task import Rank, Task
 from ..throughput.calibration import learn_slot
 from ..throughput.transition_cost import (
@@ -23,7 +23,8 @@ from ..throughput.transition_cost import (
     was_injected,
 )
 from . import edits
-from .node_health import assign_evidence, count_sev1_fault, disable_slots
+from .failures import end_pauses
+from .node_health import assign_evidence, count_sev1_fault, count_slot_fault, disable_slots
 
 
 # --- incidents ---
@@ -136,7 +137,7 @@ def _settle_faults(
             if rank is not None and not rank.timeout_reason and not rank.error_seq:
                 rank.timeout_reason = "was reattempted in place too often"
                 task.restarts[number] = task.restarts.get(number, 0) + 1
-    if severity == "SEV1":
+    if severity == "SEV1" and not body.keeps_slots:
         for number in ranks:
             _disable(state, task, number, f"{task.spec.name}, {body.why}")
 
@@ -160,7 +161,7 @@ def _disable(state: ClusterState, task: Task, number: int, why: str) -> None:
         task.restarts.pop(number, None)
         proved = any(slot.index in erred.devices and erred.incident for erred in node.erred)
         if not proved and (rank is None or not rank.stopping):  # else a stuck process occupies it
-            task.disabled_slots[number] = slot
+            task.blamed_slots.append(slot)
         state.replan = f"slot {slot.node}/{slot.index} is out"
     if rank is not None and (node.health == "lost" or rank.stopping):
         edits.orphan_process(state, task, rank, "given up")
@@ -187,6 +188,58 @@ def incident_closed(state: ClusterState, record: Record, body: d.IncidentClosed)
     closed = [key for key, value in state.incidents.items() if value.outcome]
     for key in closed[: max(len(closed) - NUM_INCIDENTS_MAX, 0)]:
         del state.incidents[key]
+
+
+# --- experiments ---
+def experiment_begun(
+    state: ClusterState, record: Record, task: Task, body: d.ExperimentBegun
+) -> None:
+    seats = {seat.slot: seat.rank for seat in body.seats}
+    for seat in body.suspects:
+        number, slot = seat.rank, seat.slot
+        task.suspects[number] = Suspect(
+            slot=slot, status=body.status, why=body.why, is_exchanged=slot in seats
+        )
+        if (node := state.nodes.get(slot.node)) is not None:
+            node.slots_suspected[slot.index] = f"{task.spec.name}, {body.why}"[:TEXT_CHARS_MAX]
+        task.restarts.pop(number, None)
+        # Who gets its slot leaves its own: else the two would wait for each other.
+        other = task.ranks.get(seats.get(slot, -1))
+        if other is not None and not other.timeout_reason and task.heals_in_memory:
+            other.timeout_reason = f"exchanges its slot with rank {number}"
+            count_outstanding(task)
+    end_pauses(state, task, [seat.rank for seat in body.suspects])
+    left = {seat.rank for seat in body.suspects}
+    task.target = (
+        body.seats or tuple(seat for seat in task.target if seat.rank not in left) or task.target
+    )
+    if not body.seats:
+        names = " ".join(f"{seat.slot.node}/{seat.slot.index}" for seat in body.suspects)
+        state.replan = f"{task.spec.name} is tried without {names}"
+
+
+def slots_judged(state: ClusterState, record: Record, task: Task, body: d.SlotsJudged) -> None:
+    for seat in body.suspects:
+        slot, node = seat.slot, state.nodes.get(seat.slot.node)
+        task.suspects.pop(seat.rank, None)
+        if body.slots_max:
+            task.restarts.pop(seat.rank, None)
+        if node is None:
+            continue
+        node.slots_suspected.pop(slot.index, None)
+        if body.verdict == "slot":
+            disable_slots(node, (slot.index,), f"{task.spec.name}, {body.why}")
+            task.blamed_slots.append(slot)
+            count_slot_fault(state, task, slot, seat.rank)
+            state.replan = f"slot {slot.node}/{slot.index} is out"
+        elif body.verdict == "open":
+            node.slots_suspected[slot.index] = f"{task.spec.name}, {body.why}"[:TEXT_CHARS_MAX]
+    if body.slots_max:
+        given_up = {seat.rank for seat in body.suspects}
+        task.slots_max = body.slots_max
+        task.target = tuple(seat for seat in task.target if seat.rank not in given_up)
+    if body.verdict == "task":
+        state.replan = state.replan or f"no slot is at fault: {task.spec.name} fails by itself"
 
 
 # --- the plan ---
@@ -241,14 +294,13 @@ def task_ended(state: ClusterState, record: Record, task: Task, body: d.TaskEnde
     task.copies, task.keepers, task.stores = [], (), ()
     edits.set_members(task, ())
     task.target, task.incident, task.faults = (), 0, []
-    if body.outcome != "finished":  # its disabled slots are not confirmed as the cause
-        for slot in task.disabled_slots.values():
-            if slot.node in state.nodes:
-                node = state.nodes[slot.node]
-                node.slots_disabled = [
-                    index for index in node.slots_disabled if index != slot.index
-                ]
-    task.disabled_slots, task.times_s, task.transition, task.downtime_s = {}, {}, None, {}
+    for slot in task.blamed_slots:  # only its processes have blamed them
+        if (node := state.nodes.get(slot.node)) is not None and slot.index in node.slots_disabled:
+            node.slots_disabled = [index for index in node.slots_disabled if index != slot.index]
+            node.disabled_why.pop(slot.index, None)
+    end_pauses(state, task, task.attempts)
+    task.failures, task.suspects, task.blamed_slots = None, {}, []
+    task.times_s, task.transition, task.downtime_s = {}, None, {}
     task.stalls, task.slow_iterations, task.step_times, task.slow_restarts = {}, {}, {}, {}
     task.outcome, task.ending, task.withheld = body.outcome, "", ""
     task.why = body.why

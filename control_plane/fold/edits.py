@@ -17,7 +17,6 @@ from ..state.incident import (
     FailureLocation,
     Fault,
     Incident,
-    RepeatedFailure,
     Source,
 )
 from ..state.members import count_outstanding, has_settled, is_complete, is_unreachable, unanswered
@@ -29,6 +28,7 @@ from ..throughput.transition_cost import (
     transition_to_idle,
     was_injected,
 )
+from .failures import add_failure
 
 STOPPED = "is stopped (SIGSTOP)"
 """Timeout reason of a rank whose process has been stopped for too long."""
@@ -341,6 +341,7 @@ def remove_node(state: ClusterState, record: Record, node: Node, why: str) -> No
                 hurts=hurts or None,
                 evidence=signs,
                 since_s=since_s,
+                own=False,
             )
 
 
@@ -379,21 +380,26 @@ def record_fault(
     ended: bool = False,
     second_hand: bool = False,
     since_s: float = -1.0,
+    own: bool = True,
+    words: str = "",
+    can_pass: bool = False,
 ) -> None:
     """Record a fault, dated `since_s` (below 0: now). With `hurts` None, it interrupts training if
-    one of `ranks` is a member, or if no member runs."""
+    one of `ranks` is a member, or if no member runs. `own`: not from outside, as a lost node or a
+    signal is; `words`: the line that tells it; `can_pass`: it may pass by itself."""
     if hurts is None:
         living = task.living_members()
         hurts = not living or any(task.member(rank.rank) is rank for rank in ranks)
     ended = ended or status == EXITED_ABNORMALLY
-    if severity_of(status, process_ended=ended) == "SEV3":
+    severity = severity_of(status, process_ended=ended)
+    if severity == "SEV3":
         task.reattempts += 1
     else:
         for rank in ranks:
             task.restarts[rank.rank] = task.restarts.get(rank.rank, 0) + 1
     injected = any(was_injected(rank.fault_injected_s, record.at_s) for rank in ranks)
-    if ended and not second_hand and not injected and task.max_iteration:
-        _count_repeated(task, status)
+    if own and ranks and not (second_hand or injected or severity == "SEV3"):
+        add_failure(task, record.at_s, ranks, status, why, words, can_pass=can_pass)
     node = ranks[0].slot.node if ranks else ""
     strikes = tuple(FailureLocation(rank.rank, rank.slot, record.at_s) for rank in ranks)
     task.faults.append(
@@ -411,18 +417,6 @@ def record_fault(
             on_purpose=injected,
         )
     )
-
-
-def _count_repeated(task: Task, status: str) -> None:
-    """Count a failure that ended a process. The same status and iteration: it is repeated."""
-    generation = task.generation if task.heals_in_memory else task.rounds
-    series = task.repeated_failure
-    if series is None or (series.status, series.iteration) != (status, task.max_iteration):
-        task.repeated_failure = RepeatedFailure(
-            status=status, iteration=task.max_iteration, generation=generation
-        )
-    elif series.generation != generation:
-        series.generation, series.num = generation, series.num + 1
 
 
 def record_generation_failure(

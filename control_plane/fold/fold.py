@@ -256,6 +256,8 @@ HANDLERS: dict[type[t.Body], Handler] = {
             r.TaskWeightSet: operator_requests.weight_set,
             d.ThroughputSet: decisions.throughput_set,
             d.TaskPlaced: decisions.task_placed,
+            d.ExperimentBegun: decisions.experiment_begun,
+            d.SlotsJudged: decisions.slots_judged,
             d.TaskEnded: decisions.task_ended,
             o.SetCheckpointStores: checkpoints.stores_ordered,
         },

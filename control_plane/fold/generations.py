@@ -84,6 +84,7 @@ def reconfigured(
     take_position(task, rank, body.step_version)
     if rank.joined_iteration < 0:
         rank.joined_iteration = max(body.step_version, task.max_iteration)
+        rank.joined = task.generation
     task.settled = body.step_version
     edits.update_unreachable_deadline(state, task)
     incident = state.incidents.get(task.incident)

@@ -89,6 +89,7 @@ def command_hang_timed_out(
         f"{_why(rank, stall)}, {record.at_s - stall.since_s:.3g} s ago",
         evidence=(stall.seq,),
         since_s=stall.since_s,
+        own=False,
     )
 
 

@@ -377,7 +377,7 @@ def quarantine_lifted(
             node.quarantine = None
             state.replan = f"the quarantine of {node.name} was lifted"
     for index in body.slots:
-        if index in node.slots_disabled:
+        if index in node.slots_disabled or index in node.slots_suspected:
             _give_back(state, node, index)
     update_undecided(state)
 
@@ -399,10 +399,10 @@ def _give_back(state: ClusterState, node: Node, index: int) -> None:
         if (was and not erred.devices) or not (was or node.slots_disabled):
             clear_deadline(state, f"device/{node.name}/{erred.seq}")
             node.erred = [one for one in node.erred if one is not erred]
+    node.slots_suspected.pop(index, None)
     for task in state.tasks.values():
-        task.disabled_slots = {
-            rank: one for rank, one in task.disabled_slots.items() if one != slot
-        }
+        task.blamed_slots = [one for one in task.blamed_slots if one != slot]
+        task.suspects = {rank: one for rank, one in task.suspects.items() if one.slot != slot}
     state.replan = f"slot {node.name}/{index} was given back"
 
 

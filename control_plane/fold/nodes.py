@@ -9,6 +9,7 @@ from ..incidents.node_incidents import update_undecided
 from ..state.cluster import ClusterState, live_tasks
 from ..state.node import NUM_SLOTS_MAX, Node
 from . import edits
+from .failures import pause_restart
 from .node_health import inherit, update_unhealthy_slots
 
 
@@ -128,7 +129,9 @@ def order_refused(state: ClusterState, record: Record, body: r.OrderRefused) -> 
                     [rank],
                     EXITED_ABNORMALLY,
                     f"{body.node} refused to start rank {rank.rank}: {body.why}",
+                    words=body.why,
                 )
+                pause_restart(state, task, rank)
                 return
         for rank in [*task.ranks.values(), *task.orphans]:
             if body.order in rank.stop_orders:

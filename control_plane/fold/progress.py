@@ -4,12 +4,13 @@ from ...events.records.envelope import Record
 from ...events.records.reports import IterationsLogged, LossNotFinite, TaskProgressed
 from ...events.spec.job import RATE_FLOPS_MAX
 from ..state.cluster import ClusterState
+from ..state.members import has_progressed
 from ..state.task import CommandProgress, Rank, Task
 from ..throughput.calibration import batch_counts, keep_logged, keep_times
 from ..throughput.transition_cost import command_resumed, num_slots, transition_stepped
 from .edits import add_work, end_pause
+from .failures import clear_suspicion, passed
 from .hangs import command_unstalled, iterations_passed
-from .node_health import count_slot_fault
 from .stragglers import restart_stragglers
 
 ITERATIONS_MAX = 10**12
@@ -44,17 +45,15 @@ def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
     task.iteration = max(task.iteration, iteration)
     task.max_iteration = max(task.max_iteration, iteration)
     if task.stepped == task.generation and not (
-        task.incident or task.transition or task.restarts or task.disabled_slots or task.reattempts
+        task.incident or task.transition or task.restarts or task.failures or task.reattempts
     ):
         return  # nothing has happened: most reports need no look at the ranks
     living = task.living_members()
-    for rank in living:
-        if iteration - rank.joined_iteration >= state.policy.restart_iterations:
-            task.restarts.pop(rank.rank, None)
-            was = task.disabled_slots.pop(rank.rank, None)
-            if was is not None and was != rank.slot:
-                count_slot_fault(state, task, was, rank.rank)
-            task.reattempts = 0
+    progressed = [rank.rank for rank in living if has_progressed(state, task, rank)]
+    for number in progressed:
+        task.restarts.pop(number, None)
+        task.reattempts = 0
+    passed(state, task, progressed)
     # A late report of iterations before the fault does not end the interruption.
     whole = len(living) == len(task.members) and not any(
         rank.error_seq or rank.timeout_reason for rank in living
@@ -62,6 +61,8 @@ def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
     # An iteration also counts while the generation quiesces at a boundary for a new member.
     at_boundary = task.phase == "quiescing" and task.mode == "boundary"
     if iteration > task.settled and (task.phase == "training" or at_boundary) and whole:
+        if task.stepped != task.generation:
+            clear_suspicion(state, task)
         task.stepped = task.generation
         end_pause(state, task)
         transition_stepped(state, task, iteration)
@@ -90,6 +91,7 @@ def iterations_logged(
             max_iteration=task.max_iteration or body.iteration,
         )
         command_resumed(state, task, body.iteration)
+        clear_suspicion(state, task)
     elif logged.rank != body.rank:
         return
     command_unstalled(state, task, body.rank, body.attempt)
@@ -107,7 +109,8 @@ def iterations_logged(
     task.loss, task.step_s = body.loss, body.step_s
     rate_flops = task.iteration_flops / body.step_s if counts and body.step_s > 0 else 0.0
     task.rate_flops = min(rate_flops, RATE_FLOPS_MAX)
-    if body.iteration - logged.max_iteration >= state.policy.restart_iterations:
+    if has_progressed(state, task, rank):
+        passed(state, task, task.attempts)
         task.restarts.clear()
 
 

@@ -3,11 +3,19 @@
 from ...events.records import reports as r
 from ...events.records.envelope import Record
 from ...events.records.statuses import EXITED_ABNORMALLY, OTHER_SOFTWARE
-from ..incidents.severity import classified_status, exit_in_words, last_line, status_of
+from ..incidents.severity import (
+    CAN_PASS,
+    KILLS,
+    classified_status,
+    exit_in_words,
+    last_line,
+    status_of,
+)
 from ..state.cluster import ClusterState
 from ..state.members import awaited, count_outstanding, is_starting
 from ..state.task import Rank, Task
 from . import edits
+from .failures import pause_restart
 
 
 def rank_started(
@@ -132,6 +140,8 @@ def rank_errored(
             f"rank {rank.rank}: {what}",
             ended=True,
             second_hand=body.second_hand,
+            words=what,
+            can_pass=body.can_pass or rank.error in CAN_PASS,
         )
 
 
@@ -160,20 +170,40 @@ def rank_exited(state: ClusterState, record: Record, task: Task, body: r.RankExi
         edits.record_fault(
             task, record, [rank], OTHER_SOFTWARE, "all are done, but nobody saved the model"
         )
-    if rank.state == "finished" or task.ending or rank.stopping or rank.timeout_reason:
+    if rank.state == "finished" or task.ending or rank.timeout_reason:
+        return
+    by_itself = body.exit_code is not None or body.signal not in KILLS or bool(body.status)
+    if rank.stopping and not (by_itself and _fails_alike(task, body)):
         return
     if rank.error_seq and not (rank.second_hand and body.status and not body.second_hand):
         edits.add_evidence(state.incidents.get(task.incident), record)
-        return  # else the exit has the cause
-    edits.record_fault(
-        task,
-        record,
-        [rank],
-        classified_status(body.status, EXITED_ABNORMALLY),
-        f"rank {rank.rank} on {rank.slot.node}: {exit_in_words(body)}",
-        hurts=member or None,
-        ended=True,
-        second_hand=body.second_hand,
+    else:  # the exit has the cause
+        edits.record_fault(
+            task,
+            record,
+            [rank],
+            classified_status(body.status, EXITED_ABNORMALLY),
+            f"rank {rank.rank} on {rank.slot.node}: {exit_in_words(body)}",
+            hurts=member or None,
+            ended=True,
+            second_hand=body.second_hand,
+            own=by_itself,
+            words=body.cause,
+            can_pass=body.can_pass or body.status in CAN_PASS,
+        )
+    if by_itself and not body.second_hand:
+        pause_restart(state, task, rank)
+
+
+def _fails_alike(task: Task, body: r.RankExited) -> bool:
+    """Whether a process that was to end with another one failed by itself in the same way: then the
+    task fails on its slot, too."""
+    series = task.failures
+    return (
+        bool(body.exit_code)
+        and series is not None
+        and series.status == classified_status(body.status, EXITED_ABNORMALLY)
+        and not body.second_hand
     )
 
 

@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 
 from ...events.records.decisions import IncidentClosed, IncidentEscalated, IncidentOpened
-from ...events.records.statuses import LOST_CONNECTION, TASK_HANG, WRONG_INPUT
-from ...events.records.types import Body, Outcome, Severity
+from ...events.records.statuses import LOST_CONNECTION, TASK_HANG
+from ...events.records.types import Body, Outcome, Seat, Severity
 from ..state.cluster import ClusterState
 from ..state.task import Task
+from . import blame
 from .node_loss import lost_nodes
-from .root_cause import root_cause
+from .root_cause import Cause, root_cause
 from .severity import worst
 
 NUM_STOPS_MAX = 3
@@ -58,41 +59,47 @@ def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
         why,
         cause.evidence,
         root=cause.root,
+        keeps_slots=severity == "SEV1" and not cause.is_proved,
     )
-    if not task.max_iteration and any(
-        task.ranks[number].error == WRONG_INPUT for number in ranks if number in task.ranks
-    ):
-        yield _close(state, task, "failed", f"it cannot start: {why}")
+    if last := blame.cannot_start(task, cause):
+        yield _close(state, task, "failed", f"{last}: {why}")
         return
-    series = task.repeated_failure
-    # Another process has met the same wrong input: no restart changes it.
-    num_max = 1 if series is not None and series.status == WRONG_INPUT else 2 * (limit + 1)
-    if series is not None and series.num > num_max:
-        yield _close(
-            state,
-            task,
-            "failed",
-            f"{series.num} times the same ({series.status}) at "
-            f"iteration {series.iteration}, in whichever rank: {why}",
-        )
-        return
-    spent = [number for number in ranks if task.restarts.get(number, 0) > limit]
-    if not spent or cause.is_indirect:
-        return
-    left = [rank for rank in task.living_members() if rank.rank not in spent]
-    followed = [number for number in spent if number in task.disabled_slots]
-    if left and task.heals_in_memory and not followed:
+    cleared = blame.refuted(task, cause)
+    yield from blame.judge_failures(task, cause, cleared)
+    spent = blame.exhausted(state, task, cause, cleared)
+    tried = spent or (cause.ranks if blame.says_device(task, cause) else ())
+    if spent and cause.is_proved:  # of an error that alone takes no slot out
         names = " ".join(str(number) for number in spent)
         spent_why = f"rank {names} {_budget_spent(state)}, its slot is taken out"
         yield _open_or_escalate(
-            state, task, "SEV1", cause.status, "", tuple(spent), spent_why, cause.evidence
+            state, task, "SEV1", cause.status, "", spent, spent_why, cause.evidence
         )
         return
-    slot = task.disabled_slots[followed[0]] if followed else None
-    also = f", and before that on {slot.node}/{slot.index}" if slot is not None else ""
-    last = f"{_budget_spent(state)}{also}: {why}"
-    yield _open_or_escalate(state, task, "SEV1", cause.status, "", (), last, cause.evidence)
-    yield _close(state, task, "failed", last)
+    whys = _budget_spent(state) if spent else f"reports {cause.status}"
+    experiment = blame.experiment(state, task, cause.status, tried, whys)
+    if experiment is not None and not cleared:
+        yield experiment
+    elif spent and not blame.may_pass(state, task):
+        yield from _give_up(state, task, cause, spent, cleared)
+
+
+def _give_up(
+    state: ClusterState,
+    task: Task,
+    cause: Cause,
+    ranks: tuple[int, ...],
+    cleared: tuple[Seat, ...],
+) -> Iterator[Body]:
+    """No restart of these ranks helps: the task goes on without them, or has failed."""
+    without = blame.goes_on_without(task, ranks, cause.why)
+    if without is not None:
+        yield without
+        return
+    why = f"{_budget_spent(state)}{blame.elsewhere(task, ranks, cleared)}: {cause.why}"
+    yield _open_or_escalate(state, task, "SEV1", cause.status, "", (), why, cause.evidence)
+    if not cleared:
+        yield from blame.leave_open(task, ranks, why)
+    yield _close(state, task, "failed", why)
 
 
 def _budget_spent(state: ClusterState) -> str:
@@ -160,6 +167,7 @@ def _open_or_escalate(
     evidence: tuple[int, ...],
     *,
     root: bool = False,
+    keeps_slots: bool = False,
 ) -> Body:
     incident = state.incidents.get(task.incident)
     if incident is not None and not incident.outcome:
@@ -173,6 +181,7 @@ def _open_or_escalate(
             status=status,
             node=node,
             root=root,
+            keeps_slots=keeps_slots,
         )
     return IncidentOpened(
         severity=severity,
@@ -182,6 +191,7 @@ def _open_or_escalate(
         ranks=ranks,
         why=why,
         evidence=evidence,
+        keeps_slots=keeps_slots,
     )
 
 

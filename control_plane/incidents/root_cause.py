@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from ...events.records.types import Severity
+from ...events.records.types import Seat, Severity
 from ..state.cluster import ClusterState
 from ..state.incident import FailureLocation
 from ..state.node import DeviceError, Node
@@ -22,7 +22,11 @@ class Cause(Struct, frozen=True, kw_only=True):
     root: bool
     """This cause replaces the assumed cause of an open incident."""
     is_indirect: bool
-    """All evidence is indirect: processes ended because others did. No slot is disabled for it."""
+    """All evidence is indirect: processes ended because others did. No slot is blamed for it."""
+    where: tuple[Seat, ...]
+    """Each rank that failed, with the slot on which it did."""
+    is_proved: bool
+    """A device error explains it. Otherwise only processes blame their slots."""
 
 
 def root_cause(state: ClusterState, task: Task) -> Cause:
@@ -77,6 +81,10 @@ def root_cause(state: ClusterState, task: Task) -> Cause:
         why="; ".join(dict.fromkeys(whys)),
         evidence=tuple(dict.fromkeys(evidence)),
         is_indirect=not first and all(fault.ended for fault in direct),
+        where=tuple(
+            dict.fromkeys(Seat(one.rank, one.slot) for fault in causes for one in fault.strikes)
+        ),
+        is_proved=bool(pairs),
         root=known and incident is not None and incident.second_hand and bool(first),
     )
 

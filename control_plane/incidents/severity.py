@@ -40,6 +40,12 @@ OF_DEVICES = frozenset(
     )
 )
 """Statuses that concern the reporting rank's own device: never indirect evidence."""
+CAN_PASS = frozenset(
+    (s.CONNECTION_REFUSED, s.CONNECTION_RESET, s.OTHER_NETWORK, s.NCCL_TIMEOUT, s.LINK_FLAPPING)
+)
+"""Statuses of faults that may pass by themselves within minutes."""
+KILLS = frozenset((1, 2, 9, 15))
+"""Signals that come from outside: SIGHUP, SIGINT, SIGKILL, SIGTERM."""
 HANDLING: dict[Severity, tuple[str, str, str]] = {
     "SEV3": (
         "reattempt in place: the communicators are built again, every process lives",
@@ -49,12 +55,14 @@ HANDLING: dict[Severity, tuple[str, str, str]] = {
     "SEV2": (
         "restart the process on its slot; the others keep their state and go on",
         "restarts_max restarts of a rank, with fewer than restart_iterations new iterations "
-        "between each two; the same fault at the same iteration 2 x (restarts_max + 1) times "
-        "in whichever rank, wrong input twice",
-        "its slot is taken out, as SEV1; if it fails elsewhere too, the task has failed",
+        "between each two; passing_s_max for faults of network, storage and names; wrong input "
+        "twice",
+        "the rank is tried on another slot: if it works there, its old slot is taken out; if it "
+        "fails there too, the task has failed",
     ),
     "SEV1": (
-        "reconfigure: the slot, or the lost node, is taken out, and the plan is made anew",
+        "reconfigure: the slot that a device error names, or the lost node, is taken out, and the "
+        "plan is made anew; if only the process says so, the rank is tried on another slot",
         "quarantine_faults faults of one node within quarantine_window_s",
         "the node is quarantined for quarantine_s, until unicron lift",
     ),

@@ -10,10 +10,10 @@ from ...events.records.types import Labels, Seat, Slot
 from ..state.memory_checkpoints import whole_checkpoints
 from ..state.task import Task
 from ..throughput.state_size import seat_bytes
-from . import order_formats, tensor_groups
+from . import tensor_groups, usable_slots
 from .free_slots import FreeSlots, domain, neighbours
-from .order_formats import Unread
 from .topology_spread import Taken, spread
+from .usable_slots import Limits
 
 Where = Mapping[str, Labels]
 """Labels by node."""
@@ -24,13 +24,13 @@ def place(
     counts: Sequence[int],
     slots: Sequence[Slot],
     where: Where,
-    unread: Unread | None = None,
+    barred: Limits | None = None,
 ) -> dict[int, tuple[Seat, ...]]:
     """The seats by task: `counts[i]` slots for task i. The counts must fit into `slots`, and those
-    of tasks in `unread` into what it leaves (order_formats.most_slots): these come first."""
+    of tasks in `barred` into what it leaves (usable_slots.most_slots): these come first."""
     found: dict[int, tuple[Seat, ...]] = {}
     taken: set[Slot] = set()
-    limited = order_formats.pools(tasks, slots, unread or {})
+    limited = usable_slots.pools(tasks, slots, barred or {})
     for task, count in zip(tasks, counts, strict=True):
         if (pool := limited.get(task.id)) is not None:
             more = pool.free if count > len(pool.own) else ()

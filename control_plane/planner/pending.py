@@ -382,7 +382,7 @@ def _missing(
     if task.throughput is not None and not any(task.throughput.rates_flops):
         return "its throughput is 0 for every size", "a declared throughput above 0"
     if snapshot.most.get(task.id, num_slots) < low <= num_slots:
-        return _unread(state, task, snapshot.unread[task.id])
+        return _barred(state, task, snapshot)
     if 0 < floor <= num_slots:
         return _no_room(state, task, floor, by_quota=by_quota)
     if low <= num_slots:
@@ -397,6 +397,18 @@ def _missing(
     away += [f"{' '.join(kept)} quarantined"] if kept else []
     out = f" ({', '.join(away)}: unicron status nodes)" if away else ""
     return "not enough slots", f"{slots_in_words(low)}; there are {num_slots}{out}"
+
+
+def _barred(state: ClusterState, task: Task, snapshot: PlanningSnapshot) -> tuple[str, str]:
+    """(why the task may not have enough of the slots, what it needs)."""
+    barred = snapshot.barred[task.id]
+    if barred.unread and task.failures is None:
+        return _unread(state, task, barred.unread)
+    return (
+        "its own processes fail, so it takes no slot from another task",
+        f"{slots_in_words(_smallest(task))} that no other task has; "
+        f"free for it are {snapshot.most[task.id]}",
+    )
 
 
 def _unread(state: ClusterState, task: Task, nodes: Collection[str]) -> tuple[str, str]:

@@ -8,8 +8,8 @@ from msgspec import Struct
 
 from ...events.records.types import Slot
 from ...events.spec.parallelism import shape
-from ..placement import order_formats
-from ..placement.order_formats import Unread
+from ..placement import usable_slots
+from ..placement.usable_slots import Limits
 from ..state.cluster import ClusterState, allocatable_slots, live_tasks
 from ..state.members import is_pinned, is_whole
 from ..state.task import Task
@@ -33,10 +33,10 @@ class PlanningSnapshot(Struct, frozen=True, kw_only=True):
     """The demand of each live task that is not ending; the plan may not change some of them."""
     num_slots_all: int
     """Slots of all nodes that have not left."""
-    unread: Unread
-    """Nodes whose agents cannot read the orders of a task that the plan may change."""
+    barred: Limits
+    """What tasks that the plan may change may not have."""
     most: dict[int, int]
-    """By task in `unread`: the most slots that it may have."""
+    """By task in `barred`: the most slots that it may have."""
 
 
 def planning_snapshot(state: ClusterState, *, without: str = "") -> PlanningSnapshot:
@@ -62,8 +62,9 @@ def planning_snapshot(state: ClusterState, *, without: str = "") -> PlanningSnap
     free = tuple(slot for slot in slots if slot not in taken) if taken else tuple(slots)
     policy = state.policy
     usable = set(slots)
-    unread = order_formats.unread(state, open_tasks)
-    most = order_formats.most_slots(open_tasks, order_formats.pools(open_tasks, free, unread))
+    barred = usable_slots.limits(state, open_tasks)
+    pools = usable_slots.pools(open_tasks, free, barred)
+    most = usable_slots.most_slots(open_tasks, pools, barred)
     all_demands = {
         task.id: _demand(state, task, usable, most.get(task.id))
         for task in live_tasks(state)
@@ -87,7 +88,7 @@ def planning_snapshot(state: ClusterState, *, without: str = "") -> PlanningSnap
         slots=free,
         all_demands=tuple(all_demands.values()),
         num_slots_all=sum(node.num_slots for node in state.nodes.values() if node.health != "left"),
-        unread=unread,
+        barred=barred,
         most=most,
     )
 

@@ -19,7 +19,7 @@ from .node import Node
 from .task import StragglerCost, Task
 
 SCHEMA = "unicron-state-9"
-DECIDER_VERSION = 23
+DECIDER_VERSION = 24
 """Version of `fold` and `decide`. Each epoch of a log records the version used (`heart`)."""
 NUM_REQUESTS_MAX = 1024
 """Operator requests that are remembered to recognise repetitions; the oldest are dropped first."""

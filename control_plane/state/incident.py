@@ -38,16 +38,47 @@ class FailureLocation(Struct, frozen=True):
     """When it failed, seconds since 1970."""
 
 
-class RepeatedFailure(Struct, kw_only=True):
-    """A series of failures with the same status at the same iteration, in any rank."""
+class FailureSeries(Struct, kw_only=True):
+    """Failures of a task's own processes, until it has passed its point of failure."""
 
+    since_s: float
+    """When the first of them was observed, seconds since 1970."""
+    since_iteration: int
+    """Iterations that the task had finished then, at most."""
+    ranks: list[int] = field(default_factory=list[int])
+    """The ranks that failed and have not made progress since (`restart_iterations`)."""
+    status: str = ""
+    """The status of the newest failure."""
+    iteration: int = -1
+    """Iterations that the task had finished, at most, at the newest failure."""
+    slots: list[Slot] = field(default_factory=list[Slot])
+    """Where this status occurred at this iteration."""
+    num: int = 0
+    """How often it did. Failures of several ranks in one generation count once."""
+    generation: int = -1
+    """The generation of the newest failure; of a command its round."""
+    now: list[int] = field(default_factory=list[int])
+    """The ranks whose failures are the newest that count once."""
+    why: str = ""
+    """The newest failure, for people."""
+    words: str = ""
+    """The line that tells it, without numbers."""
+    are_alike: bool = True
+    """Whether all these failures have the same words."""
+    can_pass: bool = False
+    """Whether the newest failure may pass by itself."""
+
+
+class Suspect(Struct, frozen=True, kw_only=True):
+    """A slot that a rank has left as an experiment (ExperimentBegun)."""
+
+    slot: Slot
     status: str
-    """The status that all of them have."""
-    iteration: int
-    generation: int
-    """The generation of the last failure that counted. Several failures in it count once."""
-    num: int = 1
-    """How many there are."""
+    """How the rank failed there."""
+    why: str
+    """The reason of the experiment, for people."""
+    is_exchanged: bool = False
+    """Another rank of the task has the slot now."""
 
 
 class Fault(Struct, frozen=True, kw_only=True):

@@ -161,6 +161,8 @@ class Node(Struct, kw_only=True):
     """Slots disabled by a fault, until an operator gives them back or the agent joins again."""
     disabled_why: dict[int, str] = field(default_factory=dict[int, str])
     """By disabled slot: the reason."""
+    slots_suspected: dict[int, str] = field(default_factory=dict[int, str])
+    """By slot: why it is suspected. It stays in use, and is suspected until a task trains on it."""
     slots_unhealthy: list[int] = field(default_factory=list[int])
     """Slots that a check reports unhealthy. They are enabled after a time without such a report."""
     slots_recovering: dict[int, float] = field(default_factory=dict[int, float])

@@ -16,7 +16,7 @@ from ...events.records.types import (
 )
 from ...events.spec.job import JobSpec
 from ...events.spec.model import Axes, Modelled
-from .incident import Fault, RepeatedFailure
+from .incident import FailureSeries, Fault, Suspect
 from .memory_checkpoints import whole_checkpoints
 
 
@@ -168,6 +168,8 @@ class Rank(Struct, kw_only=True):
     """Step version of its state, as last reported by Quiesced or Reconfigured; -1: none."""
     reconfigured: int = 0
     """The last generation that the process came up in."""
+    joined: int = 0
+    """The first generation that the process came up in."""
     failed: int = 0
     """The last generation in which a collective or the setup failed in this process."""
     failed_seq: int = 0
@@ -242,9 +244,14 @@ class Task(Struct, kw_only=True):
     attempts: dict[int, int] = field(default_factory=dict[int, int])
     restarts: dict[int, int] = field(default_factory=dict[int, int])
     """By rank: its faults since it last made enough progress (restart_iterations)."""
-    disabled_slots: dict[int, Slot] = field(default_factory=dict[int, Slot])
-    """By rank: the slot disabled for its faults. Progress elsewhere confirms the slot's fault."""
-    repeated_failure: RepeatedFailure | None = None
+    failures: FailureSeries | None = None
+    """Failures of its own processes, until it has passed its point of failure."""
+    suspects: dict[int, Suspect] = field(default_factory=dict[int, Suspect])
+    """By rank: the slot that it has left as an experiment, until that is judged."""
+    blamed_slots: list[Slot] = field(default_factory=list[Slot])
+    """Slots that are out because its processes failed there. They return when it ends."""
+    slots_max: int = 0
+    """It may have at most so many slots, since ranks beyond fail everywhere; 0: no such limit."""
     reattempts: int = 0
     declined: str = ""
     """Why its processes cannot recover in memory, although the spec asks for it."""

@@ -19,6 +19,8 @@ class IncidentOpened(Body, frozen=True):
     ranks: tuple[int, ...]
     why: str
     evidence: tuple[int, ...]
+    keeps_slots: bool = False
+    """Whether its ranks' slots stay in use although it is SEV1: only processes blame them."""
 
 
 class IncidentEscalated(Body, frozen=True):
@@ -36,6 +38,47 @@ class IncidentEscalated(Body, frozen=True):
     status: str = ""
     node: str = ""
     root: bool = False
+    keeps_slots: bool = False
+    """As in IncidentOpened."""
+
+
+class ExperimentBegun(Body, frozen=True):
+    """Ranks that failed again and again are tried on other slots. No device error explains their
+    failures, so either their slots are at fault or the task is: what fails elsewhere tells."""
+
+    task: int
+    suspects: tuple[Seat, ...]
+    """The ranks, each with the slot that it leaves."""
+    status: str
+    """How they failed (events/records/statuses.py)."""
+    why: str
+    """What is tried, and why, for people."""
+    seats: tuple[Seat, ...] = ()
+    """All seats of the task from now on: the ranks have free slots, or those of other ranks in
+    exchange. Empty: there are none, and the plan lets the task go on with fewer slots."""
+
+
+Verdict = Literal["slot", "task", "open"]
+"""What an experiment has shown (SlotsJudged)."""
+
+
+class SlotsJudged(Body, frozen=True):
+    """What an experiment has shown, or that none was possible.
+
+    `slot`: the ranks make progress elsewhere, so the slots are taken out until the task ends.
+    `task`: the ranks fail elsewhere in the same way, so no slot is blamed. `open`: no experiment
+    was possible. The slots stay in use; whether the next task trains there will show it.
+    """
+
+    task: int
+    suspects: tuple[Seat, ...]
+    """The ranks, each with the slot that is judged."""
+    verdict: Verdict
+    """`slot`, `task` or `open`, as above."""
+    why: str
+    """What the experiment has shown, for people."""
+    slots_max: int = 0
+    """The task goes on without these ranks, on at most so many slots. 0: no such limit."""
 
 
 class IncidentClosed(Body, frozen=True):

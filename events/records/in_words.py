@@ -313,6 +313,11 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "state source": _state_source,
     "status": status_in_words,
     "took": lambda body: fmt.ms(body["down_s"] + body["up_s"] + body["settle_s"]),
+    "verdict": lambda verdict: {
+        "slot": "taken out until the task ends",
+        "task": "not the slot's fault",
+        "open": "suspected, not taken out",
+    }.get(verdict, verdict),
     "where": _where,
     "window": lambda num: f" (of {fmt.count(num)})" if num else " (warming up)",
 }
@@ -426,6 +431,9 @@ TEMPLATES = {
     "IncidentClosed": "inc-{of} {outcome}, pause {pause_s:ms}, {:cost}{why:because}",
     "ThroughputSet": "task {task} {origin}: {:rates}",
     "PlanChosen": "{trigger}: {num_slots} slots, {:plan}",
+    "ExperimentBegun": "task {task} {suspects:seats}: {why}",
+    "SlotsJudged": "task {task} {suspects:seats}: {verdict:verdict}: {why}"
+    "{slots_max:?, {slots_max} slots at most}",
     "TaskPlaced": "task {task} {seats:seats}: {why}",
     "TaskWaiting": "task {task} {why}{needs:?; needs {needs}}",
     "OrderSuppressed": "task {task} {what:|nothing any more}{why:because}",

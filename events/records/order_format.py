@@ -4,7 +4,7 @@ An agent refuses an order whose job spec has a key that it does not know. So the
 an agent's stream leaves out each added field that stands at its default: to leave it out and to
 write it mean the same. A field that is not at its default must be obeyed. Only an agent whose
 number is at least that of `needed_format` gets such an order: the plan gives the task no slots on
-other nodes (control_plane/placement/order_formats.py).
+other nodes (control_plane/placement/usable_slots.py).
 """
 
 from collections.abc import Iterator, Sequence

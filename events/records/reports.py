@@ -269,6 +269,8 @@ class RankErrored(RankReport, frozen=True):
     rule: str = ""
     second_hand: bool = False
     """Indirect evidence: the error is about another process ("closed by peer")."""
+    can_pass: bool = False
+    """The fault may pass by itself within minutes: of the network, of storage or of names."""
 
 
 class RankExited(RankReport, frozen=True):
@@ -291,6 +293,8 @@ class RankExited(RankReport, frozen=True):
     cause: str = ""
     """The line that states the cause: from stderr, torch's error file or the OOM killer."""
     second_hand: bool = False
+    can_pass: bool = False
+    """As in RankErrored."""
 
 
 class RankReportsDropped(RankReport, frozen=True):

@@ -37,6 +37,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "unconfirmed_share_max": (0, 1),
     "restarts_max": (0, _NUM_MAX),
     "restart_iterations": (1, _NUM_MAX),
+    "restart_pause_s_max": (0, 1e6),
+    "passing_s_max": (0, 1e9),
     "replace_after_s": (0, 1e9),
     "mtbf_gpu_s": _SPAN,
     "mtbf_faults": (0, 1e9),
@@ -101,6 +103,12 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Maximum restarts of one rank, or of a whole task, without progress between them."""
     restart_iterations: int = 10
     """Iterations of progress after which earlier restarts are not counted."""
+    restart_pause_s_max: float = 60.0
+    """The longest pause before a process that ended by itself without an iteration starts again.
+    The pauses are 1, 4, 16, 60, 60, ... s. 0: it starts at once."""
+    passing_s_max: float = 900.0
+    """How long a task that cannot go on is started again for faults that may pass by themselves: of
+    the network, of storage or of names. Other faults have `restarts_max`."""
     replace_after_s: float = 60.0
     """A task whose nodes are all unreachable for this long is moved to other nodes."""
     mtbf_gpu_s: float = 2_000.0 * 3600

@@ -147,10 +147,15 @@ class Driver:
 
     # --- obedience ------------------------------------------------------------------------------
     def obey(self, records: list[Record], *, start: bool = True) -> list[Record]:
-        """Carry out the orders in `records` and all orders that follow from them."""
+        """Carry out the orders in `records` and all orders that follow from them. Pauses before
+        restarts pass."""
         todo: list[Record] = list(records)
         done: list[Record] = []
-        while todo:
+        while todo or (start and (pauses := self.pauses())):
+            if not todo:
+                todo = self.due(pauses[0])
+                done += todo
+                continue
             record = todo.pop(0)
             if isinstance(record.body, o.StartRank) and not start:
                 continue
@@ -158,6 +163,13 @@ class Driver:
             done += new
             todo += new
         return done
+
+    def pauses(self) -> list[str]:
+        """The pauses before restarts, the next to end first."""
+        due = self.state.deadlines
+        return sorted(
+            (name for name in due if name.startswith("restart/")), key=lambda name: due[name].due_s
+        )
 
     def do(self, order: t.Body) -> list[Record]:
         match order:

@@ -86,6 +86,12 @@ def _task(state: ClusterState, task: Task) -> Iterator[str]:
         there = node.occupants.get(rank.slot.index) if node is not None else None
         if there != Occupant(task.id, rank.rank, rank.attempt):
             yield f"rank {rank.rank} runs on {rank.slot}, where {there} is"
+    for slot in task.blamed_slots:
+        node = state.nodes.get(slot.node)
+        if node is not None and task.phase == "ended":
+            yield f"ended, and {slot} is out for it"
+    if task.phase == "ended" and (task.suspects or task.failures):
+        yield f"ended, and it suspects {task.suspects} for {task.failures}"
     if len(set(task.seats_at.values())) < len(task.target):
         yield f"two ranks have one slot: {task.target}"
     if (

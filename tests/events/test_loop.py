@@ -148,7 +148,8 @@ def test_a_script_without_unicron_is_a_command_after_the_deadline(d: Driver) -> 
     new = d.exit(task, 0, code=1)
     assert kinds(new) == ["IncidentOpened", "StopRank", "StopRank", "StopRank"]
     for number in (1, 2, 3):
-        last = d.exit(task, number, signal=15)
+        d.exit(task, number, signal=15)
+    last = d.due(f"restart/{task}/0")
     # The new processes get a pipe, too: they may adopt Unicron.
     starts = [x.body for x in only(o.StartRank, last)]
     assert [start.spec.heal for start in starts] == ["in-memory"] * 4
@@ -266,8 +267,8 @@ def test_a_process_of_the_second_round_that_adopts_is_taken(d: Driver) -> None:
     d.due(f"start/{task}/0/1")
     d.exit(task, 0, code=1)
     for number in (1, 2, 3):
-        last = d.exit(task, number, signal=15)
-    for start in only(o.StartRank, last):
+        d.exit(task, number, signal=15)
+    for start in only(o.StartRank, d.due(f"restart/{task}/0")):
         _started(d, start.body)
     _adopted(d, task, 2)
     d.obey(_ready(d, task, 0, 1, 2, 3))

@@ -10,7 +10,7 @@ from spare_by_force import may_idle, spare_by_force
 from unicron.control_plane.planner import planner
 from unicron.control_plane.planner.problem import PlanProblem, TaskDemand
 from unicron.control_plane.planner.problem_of_state import planning_snapshot, shapes
-from unicron.control_plane.state.cluster import ClusterState
+from unicron.control_plane.state.cluster import ClusterState, allocatable_slots
 from unicron.control_plane.state.task import Task
 from unicron.control_plane.throughput import table as throughput
 from unicron.control_plane.throughput import training_layouts, transition_cost
@@ -49,6 +49,8 @@ def wrong_plan(state: ClusterState, body: PlanChosen) -> str:
             and given.slots in (slots.sizes or (given.slots,))
         ):
             return f"task {given.task} may not have {given.slots} slots"
+    if taken := _taken(state, body):
+        return taken
     over = [
         team
         for team, quota in state.policy.quotas.items()
@@ -84,6 +86,18 @@ def wrong_plan(state: ClusterState, body: PlanChosen) -> str:
     if chosen < best - CLOSE_RATIO * max(abs(best), abs(chosen), 1.0):
         return f"its objective {chosen:g} is not the optimum {best:g}"
     return _wrong_spare(state, body)
+
+
+def _taken(state: ClusterState, body: PlanChosen) -> str:
+    """Which task whose own processes fail gets slots of other tasks; empty: none does."""
+    given = {seat.slot for task in state.tasks.values() for seat in task.target}
+    usable = set(allocatable_slots(state))
+    for one in body.allocations:
+        task = state.tasks[one.task]
+        mine = {seat.slot for seat in task.target}
+        if task.failures is not None and one.slots > len(usable & mine) + len(usable - given):
+            return f"task {one.task} fails, and takes slots from others"
+    return ""
 
 
 def _wrong_spare(state: ClusterState, body: PlanChosen) -> str:
@@ -229,11 +243,17 @@ def _stood_s(state: ClusterState, task: Task, now: int, slots: int, used: int) -
 
 
 def _rates(state: ClusterState, number: int) -> dict[int, float]:
-    """T(t, x) by size. Idle slots cost nothing, so the rate never falls with the size."""
+    """T(t, x) by size that the task may have. Idle slots cost nothing, so the rate never falls with
+    the size."""
     table = state.tasks[number].throughput
     assert table is not None
     pairs = sorted(zip(table.sizes, table.rates_flops, strict=True))
-    return {size: max(rate for other, rate in pairs if other <= size) for size, _ in pairs}
+    most = planning_snapshot(state).most.get(number, math.inf)
+    return {
+        size: max(rate for other, rate in pairs if other <= size)
+        for size, _ in pairs
+        if size <= most
+    }
 
 
 def wrong_price(state: ClusterState, number: int, weight_from: float) -> str:

@@ -79,7 +79,7 @@ def placed(
     """The assignment of this number of slots to each task of the snapshot."""
     tasks = [state.tasks[demand.task] for demand in snapshot.problem.demands]
     where = {name: node.labels for name, node in state.nodes.items()}
-    return placement.place(tasks, counts, slots, where, snapshot.unread)
+    return placement.place(tasks, counts, slots, where, snapshot.barred)
 
 
 def records(state: ClusterState, seats: Seats) -> Iterator[t.Body]:

@@ -255,7 +255,14 @@ def test_an_empty_log_and_a_stray_decision() -> None:
 # tests/golden/README.md tells which code wrote each log. NAME-states.json holds states that this
 # code folded, by seq.
 GOLDEN = Path(__file__).parents[2] / "golden"
-REMOVED = {"num_inputs", "needs", "cost_waf", "weight_from"}
+REMOVED = {
+    "num_inputs",
+    "needs",
+    "cost_waf",
+    "weight_from",
+    "disabled_slots",
+    "repeated_failure",
+}
 """Fields of the state and of its tasks that later versions do not have."""
 RENAMED = {
     "stood_s": "downtime_s",

@@ -200,6 +200,7 @@ def test_a_failed_task_can_be_cancelled_while_paused(d: Driver) -> None:
     task = d.submit(spec(train=None, command=["sleep", "9"], slots={"min": 2, "max": 2}))
     d.obey(d.log[-9:])
     d.tell("leader/abc", r.PolicySet(policy=policy.Policy(restarts_max=0)))
+    d.obey(d.exit(task, 0))
     freeze(d)
     assert orders(d.exit(task, 0)) == []
     assert task_of(d, task).ending == "failed"

@@ -278,7 +278,8 @@ def test_a_generation_waits_for_a_new_rank_with_an_error(d: Driver) -> None:
     d.do(starts[0].body)
     errored(d, task, 0)
     assert kinds(d.do(starts[1].body)) == []
-    again = d.exit(task, 0, code=1)
+    d.exit(task, 0, code=1)
+    again = d.due(f"restart/{task}/0")
     assert kinds(again) == ["StartRank"]
     d.obey(again)
     assert [x.rank for x in task_of(d, task).members] == [0, 1]

@@ -466,7 +466,7 @@ def test_a_failed_process_restarts_the_whole_command(d: Driver, command: int) ->
     assert kinds(new) == ["IncidentOpened", "StopRank"]
     assert the(o.StopRank, new).why == "another process of the task failed"
     again = d.obey(new)
-    assert kinds(again) == ["StartRank", "StartRank", "IncidentClosed"]
+    assert kinds(again) == ["StartRank", "StartRank", "IncidentClosed"], "after a pause"
     assert {x.body.port for x in only(o.StartRank, again)} != {
         x.body.port for x in only(o.StartRank, d.log[:12])
     }
@@ -481,10 +481,16 @@ def test_a_command_that_grows_reports_no_failure(d: Driver) -> None:
 
 
 def test_command_fails_for_good(d: Driver, command: int) -> None:
-    for _ in range(3):
+    for _ in range(4):  # then on another slot
         d.obey(d.exit(command, 0, code=3))
     last = d.exit(command, 0, code=3)
-    assert kinds(last) == ["IncidentOpened", "IncidentEscalated", "IncidentClosed", "StopRank"]
+    assert kinds(last) == [
+        "IncidentOpened",
+        "SlotsJudged",
+        "IncidentEscalated",
+        "IncidentClosed",
+        "StopRank",
+    ]
     assert the(decisions.TaskEnded, d.obey(last)).outcome == "failed"
 
 

@@ -16,7 +16,6 @@ from unicron.events.records import decisions
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records import types as t
-from unicron.events.records.envelope import Record
 
 
 # --- the table and the first start --------------------------------------------------------------
@@ -68,10 +67,10 @@ def test_a_task_trains_when_all_ranks_are_ready(d: Driver) -> None:
 
 def test_a_rank_that_dies_before_it_is_ready_starts_again(d: Driver) -> None:
     task = d.submit(spec())
-    new = d.exit(task, 1, code=1)
-    assert kinds(new) == ["IncidentOpened", "StartRank"]
+    assert kinds(d.exit(task, 1, code=1)) == ["IncidentOpened"]
+    new = d.due(f"restart/{task}/1")
     assert the(o.StartRank, new).attempt == 2
-    records = d.obey(d.log[-7:])
+    records = d.obey(d.log[-9:])
     assert d.state.tasks[task].phase == "training", kinds(records)
 
 
@@ -87,10 +86,19 @@ def test_a_rank_that_is_never_ready_is_ended_and_starts_again(d: Driver) -> None
 def test_a_task_that_never_starts_fails_with_a_reason(d: Driver) -> None:
     task = d.submit(spec(slots={"min": 1, "max": 1}))
     for _ in range(3):
-        new = d.exit(task, 0, code=1)
-        assert "StartRank" in kinds(new)
+        d.exit(task, 0, code=1)
+        assert "StartRank" in kinds(d.due(f"restart/{task}/0"))
+    first = task_of(d, task).target[0].slot
+    assert "ExperimentBegun" in kinds(d.exit(task, 0, code=1))
+    assert task_of(d, task).ranks[0].slot.node != first.node
     new = d.exit(task, 0, code=1)
-    assert kinds(new) == ["IncidentEscalated", "IncidentEscalated", "IncidentClosed", "TaskEnded"]
+    assert kinds(new) == [
+        "IncidentEscalated",
+        "SlotsJudged",
+        "IncidentEscalated",
+        "IncidentClosed",
+        "TaskEnded",
+    ]
     ended = the(decisions.TaskEnded, new)
     assert ended.outcome == "failed"
     assert "exit code 1" in ended.why
@@ -265,7 +273,7 @@ def test_all_members_lost_start_again_from_the_checkpoint(d: Driver, task: int) 
     assert (task_of(d, task).iterations_lost, task_of(d, task).iteration) == (5, 2)
 
 
-def test_a_rank_that_fails_repeatedly_loses_its_slot(d: Driver, task: int) -> None:
+def test_a_rank_that_fails_repeatedly_leaves_its_slot(d: Driver, task: int) -> None:
     d.obey(d.exit(task, 2), start=False)
     d.progress(task)
     for _ in range(2):
@@ -273,45 +281,19 @@ def test_a_rank_that_fails_repeatedly_loses_its_slot(d: Driver, task: int) -> No
     last = d.exit(task, 2)
     assert kinds(last) == [
         "IncidentEscalated",
-        "IncidentEscalated",
-        "PlanChosen",
-        "TaskPlaced",
+        "ExperimentBegun",
         "IncidentClosed",
+        "PlanChosen",
     ]
-    assert d.state.nodes["n2"].slots_disabled == [0]
-    assert the(decisions.PlanChosen, last).num_slots == 3
-    why = next(
-        x.body.why
-        for x in last
-        if isinstance(x.body, decisions.IncidentEscalated) and x.body.severity == "SEV1"
-    )
+    assert not d.state.nodes["n2"].slots_disabled
+    assert the(decisions.PlanChosen, last).num_slots == 4, "another task may have it"
+    why = the(decisions.ExperimentBegun, last).why
     assert why == (
-        "rank 2 failed 4 times without 10 new iterations in between, its slot is taken out"
+        "rank 2 failed 4 times without 10 new iterations in between: no slot is free, the "
+        "others go on"
     )
-    assert d.state.nodes["n2"].disabled_why == {0: f"alpha, {why}"}
-
-
-def test_faults_that_follow_a_rank_are_faults_of_the_task(d: Driver) -> None:
-    task = d.running(spec(slots={"min": 2, "max": 2}))
-    first = task_of(d, task).ranks[1].slot
-    last: list[Record] = []
-    for _ in range(2):  # on its first slot, then on another
-        d.obey(d.exit(task, 1), start=False)
-        d.progress(task)
-        for _ in range(3):
-            last = d.exit(task, 1)
-        if "PlanChosen" in kinds(last):
-            assert task_of(d, task).disabled_slots == {1: first}
-            assert d.state.nodes[first.node].slots_disabled == [first.index]
-    closed = the(decisions.IncidentClosed, last)
-    assert closed.outcome == "failed"
-    assert closed.why.startswith(
-        "failed 4 times without 10 new iterations in between, and before that on "
-        f"{first.node}/{first.index}: "
-    )
-    d.exit(task, 0)
-    assert task_of(d, task).outcome == "failed"
-    assert not any(node.slots_disabled for node in d.state.nodes.values())  # no slot is at fault
+    assert d.state.nodes["n2"].slots_suspected == {0: f"alpha, {why}"}
+    assert len(task_of(d, task).target) == 3
 
 
 def test_progress_resets_the_restart_count(d: Driver, task: int) -> None:
@@ -358,7 +340,7 @@ def test_an_error_before_the_exit_is_one_incident(d: Driver, task: int) -> None:
     assert len(d.state.incidents) == 1
 
 
-def test_a_hardware_error_disables_the_slot(d: Driver, task: int) -> None:
+def test_a_rank_that_says_that_its_device_is_bad_leaves_its_slot(d: Driver, task: int) -> None:
     records = d.tell(
         d.source("n2"),
         r.RankErrored(
@@ -371,8 +353,14 @@ def test_a_hardware_error_disables_the_slot(d: Driver, task: int) -> None:
             text="row 7",
         ),
     )
-    assert kinds(records) == ["IncidentOpened", "PlanChosen", "TaskPlaced", "Quiesce"]
-    assert the(decisions.IncidentOpened, records).severity == "SEV1"
+    assert kinds(records) == [
+        "IncidentOpened",
+        "ExperimentBegun",
+        "Quiesce",
+        "PlanChosen",
+    ]
+    opened = the(decisions.IncidentOpened, records)
+    assert (opened.severity, opened.keeps_slots) == ("SEV1", True)
     assert [seat.rank for seat in task_of(d, task).target] == [0, 1, 3]
     d.quiesced(task, 0)
     d.exit(task, 2, code=1)

@@ -8,7 +8,7 @@ from hangs import IN, NORMAL_S, VICTIM, deadline, hung, stalled, went_on
 from slow_iterations import OTHERS, crawls, waited_for
 from unicron.control_plane.api.view import view
 from unicron.control_plane.incidents.hangs import locate_hang
-from unicron.events.records import decisions
+from unicron.events.records import decisions, statuses
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 
@@ -340,14 +340,16 @@ def test_stale_reports_change_nothing_of_a_hang(d: Driver, task: int) -> None:
     assert not task_of(d, task).stalls, "the stalls were of the previous generation"
 
 
-def test_repeated_hangs_disable_the_slot(d: Driver, task: int) -> None:
+def test_after_repeated_hangs_the_others_go_on_without_the_rank(d: Driver, task: int) -> None:
     for _ in range(d.state.policy.restarts_max + 1):
         hung(d, task, VICTIM)
         late = d.due(deadline(d, task))
         d.obey(late)
-    severities = [x.body.severity for x in only(decisions.IncidentEscalated, d.log)]
-    assert severities[-1] == "SEV1"
-    assert [node.slots_disabled for node in d.state.nodes.values()] == [[], [0]]
+    begun = the(decisions.ExperimentBegun, d.log)
+    assert (begun.status, begun.seats) == (statuses.TASK_HANG, ()), "no slot is free"
+    assert [list(node.slots_suspected) for node in d.state.nodes.values()] == [[], [0]]
+    assert not any(node.slots_disabled for node in d.state.nodes.values())
+    assert tuple(seat.rank for seat in task_of(d, task).target) == OTHERS
 
 
 def test_a_new_leader_restarts_the_deadline(d: Driver, task: int) -> None:
@@ -460,10 +462,11 @@ def test_while_paused_a_slow_iteration_that_ends_restarts_no_rank(d: Driver, tas
     assert not only(o.StopRank, d.log)
 
 
-def test_repeated_slow_iterations_disable_the_slot(d: Driver, task: int) -> None:
+def test_after_repeated_slow_iterations_the_rank_is_left_out(d: Driver, task: int) -> None:
     for _ in range(d.state.policy.restarts_max + 1):
         waited_for(d, task)
         crawls(d, task, VICTIM, 6.4)
         d.obey(d.due(deadline(d, task)))
-    assert only(decisions.IncidentEscalated, d.log)[-1].body.severity == "SEV1"
-    assert [node.slots_disabled for node in d.state.nodes.values()] == [[], [0]]
+    assert the(decisions.ExperimentBegun, d.log).status == statuses.TASK_HANG
+    assert [list(node.slots_suspected) for node in d.state.nodes.values()] == [[], [0]]
+    assert not any(node.slots_disabled for node in d.state.nodes.values())

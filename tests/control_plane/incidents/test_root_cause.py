@@ -75,7 +75,8 @@ def test_an_error_has_the_severity_of_its_status(
     assert opened.status == (
         status if status and status != "no such row" else "other software errors"
     )
-    assert bool(d.state.nodes["n1"].slots_disabled) == (severity == "SEV1")
+    assert not d.state.nodes["n1"].slots_disabled, "no device error says so"
+    assert bool(d.state.nodes["n1"].slots_suspected) == (severity == "SEV1")
     d.obey([*d.exit(task, 0, code=1), *records])
 
 
@@ -207,7 +208,7 @@ def test_an_xid_after_the_error_of_its_rank_escalates(d: Driver, task: int) -> N
     d.obey([*records, *d.exit(task, rank, code=1), *xid])
     d.progress(task)
     assert t.Slot("n2", 0) not in [x.slot for x in task_of(d, task).ranks.values()]
-    assert not task_of(d, task).disabled_slots, "the device error disabled the slot"
+    assert not task_of(d, task).blamed_slots, "the device error disabled the slot"
 
 
 def test_a_fault_of_another_slot_is_separate(d: Driver, task: int) -> None:

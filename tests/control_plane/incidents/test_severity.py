@@ -151,7 +151,7 @@ def test_an_exit_is_described_with_its_cause(
 def test_a_task_that_fails_repeatedly_shows_the_cause(d: Driver) -> None:
     task = d.submit(spec(train=None, command=["train"], slots={"min": 1, "max": 1}))
     d.obey(d.log[-20:])
-    for _ in range(4):
+    for _ in range(5):
         rank = d.state.tasks[task].ranks[0]
         d.obey(
             d.tell(
@@ -171,8 +171,8 @@ def test_a_task_that_fails_repeatedly_shows_the_cause(d: Driver) -> None:
     view = seen(d)
     (failed_,) = view["tasks"]
     assert failed_["why"] == (
-        "failed 4 times without 10 new iterations in between: "
-        "rank 0 on n1: exit code 1: KeyError: 'learning_rate'"
+        "failed 4 times without 10 new iterations in between, and before that on n1/0: "
+        "rank 0 on n2: exit code 1: KeyError: 'learning_rate'"
     )
     page_ = " ".join(" ".join(cluster.status(view, cluster="test", now_s=d.now_s)).split())
     assert f"NEEDS YOU alpha failed: {failed_['why']}: unicron logs" in page_
@@ -205,7 +205,7 @@ def test_wrong_input_that_a_second_rank_meets_ends_the_task(d: Driver) -> None:
     assert not d.state.tasks[task].outcome, "one rank's alone may be of its node"
     fails(0)
     ended = d.state.tasks[task]
-    assert (ended.outcome, ended.disabled_slots) == ("failed", {})
+    assert (ended.outcome, ended.suspects) == ("failed", {})
     assert ended.why == (
         "2 times the same (wrong input) at iteration 4, in whichever rank: rank 0 "
         "on n1: exit code 1: UsageError: `sample(4, 1)` raised "

@@ -243,7 +243,7 @@ def test_a_slow_ranks_own_report_is_not_enough(d: Driver, task: int) -> None:
     assert kinds(d.progress(task, times_s=[4.1])) == [], "rank 0 itself reports the progress"
 
 
-def test_a_slot_that_is_slow_after_restarts_is_disabled(d: Driver, task: int) -> None:
+def test_a_rank_that_is_slow_after_restarts_is_left_out(d: Driver, task: int) -> None:
     for count in range(1, d.state.policy.restarts_max + 2):
         others = [rank for rank in sorted(task_of(d, task).ranks) if rank != VICTIM]
         for rank in others:
@@ -254,8 +254,9 @@ def test_a_slot_that_is_slow_after_restarts_is_disabled(d: Driver, task: int) ->
         assert "StopRank" in kinds(late), count
         d.obey(late)
         d.progress(task, 30)
-    assert [x.body.severity for x in only(decisions.IncidentEscalated, d.log)] == ["SEV1"]
-    assert [node.slots_disabled for node in d.state.nodes.values()] == [[], [0]]
+    assert the(decisions.ExperimentBegun, d.log).suspects[0].rank == VICTIM
+    assert [list(node.slots_suspected) for node in d.state.nodes.values()] == [[], [0]]
+    assert not any(node.slots_disabled for node in d.state.nodes.values())
 
 
 def test_a_slot_at_usual_speed_in_between_is_not_disabled(d: Driver, task: int) -> None:

@@ -46,7 +46,8 @@ export function Nodes({ state, at, of, query, now_s, mayAct }: ViewProps) {
         { name: "Quarantine", cell: one => one.quarantine && <>{one.quarantine.why} until <Time at_s={one.quarantine.until_s} /></> },
         { name: "Drain", cell: one => one.drained ? one.drain_reason || "drained" : "" },
         { name: "Why", cell: one => [one.sick_why, ...one.checks.map(check => `${check.check}: ${check.why}`),
-          ...one.slots.filter(slot => slot.out).map(slot => `slot ${slot.index} out: ${slot.out_why}`)].filter(Boolean).join("; ") },
+          ...one.slots.filter(slot => slot.out).map(slot => `slot ${slot.index} out: ${slot.out_why}`),
+          ...one.slots.filter(slot => slot.suspected_why && !slot.out).map(slot => `slot ${slot.index} suspected: ${slot.suspected_why}`)].filter(Boolean).join("; ") },
       ]} />
     </Section>
     {of && <History node={of} at={at} until_s={at ? state.cluster.at_s : Infinity} />}

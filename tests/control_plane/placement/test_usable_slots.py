@@ -8,7 +8,7 @@ import pytest
 from decider import Driver, spec, waits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unicron.control_plane.placement import order_formats, placement
+from unicron.control_plane.placement import placement, usable_slots
 from unicron.control_plane.state.task import Task
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
@@ -114,7 +114,7 @@ def test_a_job_of_the_release_does_not_care_about_formats() -> None:
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_each_task_gets_its_count_on_nodes_that_it_may_have(data: st.DataObject) -> None:
     slots = [Slot(f"n{node}", index) for node in range(1, 5) for index in range(2)]
-    free, tasks, unread = list(slots), list[Task](), dict[int, frozenset[str]]()
+    free, tasks, unread = list(slots), list[Task](), dict[int, usable_slots.Barred]()
     for number in range(1, data.draw(st.integers(1, 4)) + 1):
         own = [
             free.pop(data.draw(st.integers(0, len(free) - 1)))
@@ -130,8 +130,9 @@ def test_each_task_gets_its_count_on_nodes_that_it_may_have(data: st.DataObject)
         task.target = tuple(Seat(rank, slot) for rank, slot in enumerate(sorted(own)))
         tasks.append(task)
         if names := data.draw(st.frozensets(st.sampled_from(["n1", "n2", "n3"]))):
-            unread[number] = names
-    most = order_formats.most_slots(tasks, order_formats.pools(tasks, slots, unread))
+            unread[number] = usable_slots.Barred(unread=names)
+    pools = usable_slots.pools(tasks, slots, unread)
+    most = usable_slots.most_slots(tasks, pools, unread)
     left, counts = len(slots), list[int]()
     for task in tasks:
         size = data.draw(st.integers(0, min(6, left, most.get(task.id, left))))
@@ -142,7 +143,8 @@ def test_each_task_gets_its_count_on_nodes_that_it_may_have(data: st.DataObject)
     assert len(given_slots) == len(set(given_slots))
     for task, count in zip(tasks, counts, strict=True):
         assert len(seats[task.id]) == count
-        assert not {seat.slot.node for seat in seats[task.id]} & unread.get(task.id, frozenset())
+        barred = unread.get(task.id, usable_slots.Barred())
+        assert not {seat.slot.node for seat in seats[task.id]} & barred.unread
 
 
 def test_an_agent_that_an_older_one_replaces_gets_no_order_that_it_cannot_read() -> None:

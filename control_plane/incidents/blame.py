@@ -1,0 +1,287 @@
+"""Blame by experiment: whether a failing rank's slot is at fault, or its task.
+
+A device error proves that a slot is at fault. Without one, the count of failures proves nothing: a
+bug fails on every slot. So a rank that failed again and again is tried on another slot. If it makes
+progress there, its old slot is at fault. If it fails there in the same way, the task is.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from ...events.records.decisions import ExperimentBegun, SlotsJudged, Verdict
+from ...events.records.order_format import needed_format
+from ...events.records.statuses import OTHER_SOFTWARE, TASK_HANG, WRONG_INPUT
+from ...events.records.types import Body, Seat, Slot
+from ..state.cluster import ClusterState, allocatable_slots, live_tasks
+from ..state.incident import FailureSeries
+from ..state.members import has_progressed, is_pinned
+from ..state.task import Task
+from .root_cause import Cause
+
+
+def cannot_start(task: Task, cause: Cause) -> str:
+    """Why no restart can help; empty: one may. The input is wrong, or all ranks have failed before
+    the first iteration with the same words, by a fault that does not pass."""
+    series = task.failures
+    if not task.max_iteration and any(
+        task.ranks[number].error == WRONG_INPUT for number in cause.ranks if number in task.ranks
+    ):
+        return "it cannot start"
+    if series is None:
+        return ""
+    if series.status == WRONG_INPUT and series.num > 1:
+        # Another process has met the same wrong input: no restart changes it.
+        return (
+            f"{series.num} times the same ({series.status}) at iteration {series.iteration}, "
+            "in whichever rank"
+        )
+    is_everywhere = len(series.slots) >= len(task.target) > 1
+    if (
+        series.status == OTHER_SOFTWARE
+        and not (series.iteration or series.can_pass)
+        and is_everywhere
+        and series.are_alike
+    ):
+        return "it cannot start, no rank can"
+    return ""
+
+
+def refuted(task: Task, cause: Cause) -> tuple[Seat, ...]:
+    """The suspected slots, each with its rank, that are not at fault: the rank fails on another
+    slot as it did there."""
+    return tuple(
+        Seat(place.rank, suspect.slot)
+        for place in cause.where
+        if (suspect := task.suspects.get(place.rank)) is not None
+        and suspect.status == cause.status
+        and suspect.slot != place.slot
+    )
+
+
+def judge_failures(task: Task, cause: Cause, cleared: Sequence[Seat]) -> Iterator[Body]:
+    """Judge the experiments that these failures decide. `cleared`: as `refuted`. A slot is at fault
+    if the rank that has it now, in exchange, fails there as the other rank did."""
+    failed = {place.slot: place.rank for place in cause.where}
+    guilty = [
+        Seat(number, suspect.slot)
+        for number, suspect in task.suspects.items()
+        if suspect.status == cause.status and failed.get(suspect.slot, number) != number
+    ]
+    if cleared:
+        where = _names([place.slot for place in cause.where])
+        why = f"{_ranks(cleared)}, in the same way on {where}: {cause.why}"
+        yield _judged(task, cleared, "task", why)
+    elif guilty:
+        yield _judged(task, guilty, "slot", f"another rank, in the same way there: {cause.why}")
+
+
+def judge_progress(state: ClusterState, task: Task) -> Iterator[Body]:
+    """Judge the experiments whose ranks make progress elsewhere."""
+    seats = task.seats_at
+    passed = [
+        Seat(number, suspect.slot)
+        for number, suspect in task.suspects.items()
+        if (rank := task.ranks.get(number)) is not None
+        and rank.slot == seats.get(number)
+        and rank.slot != suspect.slot
+        and has_progressed(state, task, rank)
+    ]
+    if passed:
+        names = _names([seats[seat.rank] for seat in passed])
+        status = task.suspects[passed[0].rank].status
+        why = f"{status} there, and progress of {_ranks(passed)} on {names}"
+        yield _judged(task, passed, "slot", why)
+
+
+def exhausted(
+    state: ClusterState, task: Task, cause: Cause, cleared: Sequence[Seat]
+) -> tuple[int, ...]:
+    """The ranks that are not simply started again: their restarts are used up, another slot has
+    not helped (`cleared`), or the task fails at the same point on several nodes."""
+    if cause.is_indirect or (cause.is_proved and cause.severity == "SEV1"):
+        return ()
+    limit, series = state.policy.restarts_max, task.failures
+    if series is not None and series.num > limit and _is_of_task(series):
+        return cause.ranks
+    again = {seat.rank for seat in cleared}
+    return tuple(
+        number for number in cause.ranks if number in again or task.restarts.get(number, 0) > limit
+    )
+
+
+def says_device(task: Task, cause: Cause) -> bool:
+    """Whether only the processes say that their device is bad, all on one node: they need not fail
+    again and again before they are tried elsewhere."""
+    series = task.failures
+    return (
+        cause.severity == "SEV1"
+        and not (cause.is_proved or cause.is_indirect)
+        and not (series is not None and _is_of_task(series))
+    )
+
+
+def experiment(
+    state: ClusterState, task: Task, status: str, ranks: Sequence[int], why: str
+) -> ExperimentBegun | None:
+    """The experiment that tells whether the ranks' slots are at fault. None if one has been made,
+    the task fails on several nodes, or it has neither other slots nor ranks to exchange them
+    with."""
+    suspects = [seat for seat in task.target if seat.rank in ranks]
+    series = task.failures
+    if (
+        not suspects
+        or _is_hung_command(task, status)
+        or is_pinned(state, task)
+        or (series is not None and _is_of_task(series))
+        or any(number in task.suspects for number in ranks)
+    ):
+        return None
+    free = _free_slots(state, task, suspects)
+    if len(free) >= len(suspects):
+        seats, how = _moved(task, suspects, free), "tried on"
+    elif _fits(task, len(task.target) - len(suspects) + len(free)):
+        seats, how = (), "no slot is free, the others go on"
+    else:
+        seats, how = _exchanged(task, suspects), "in exchange on"
+        if not seats:
+            return None
+    ranks_of = {seat.rank for seat in suspects}
+    where = " " * bool(seats) + _names([seat.slot for seat in seats if seat.rank in ranks_of])
+    return ExperimentBegun(
+        task=task.id,
+        suspects=tuple(suspects),
+        status=status,
+        why=f"{_ranks(suspects)} {why}: {how}{where}",
+        seats=seats,
+    )
+
+
+def may_pass(state: ClusterState, task: Task) -> bool:
+    """Whether the task's failures may pass by themselves, and have not lasted too long."""
+    series = task.failures
+    return (
+        series is not None
+        and series.can_pass
+        and state.at_s - series.since_s < state.policy.passing_s_max
+    )
+
+
+def goes_on_without(task: Task, ranks: Sequence[int], why: str) -> SlotsJudged | None:
+    """The task goes on without these ranks: the others have finished iterations since the first of
+    these failures. None: they have not, or are too few."""
+    series = task.failures
+    left = [rank for rank in task.living_members() if rank.rank not in ranks]
+    if (
+        not task.heals_in_memory
+        or series is None
+        or task.max_iteration <= series.since_iteration
+        or not _fits(task, len(left))
+    ):
+        return None
+    seats = [seat for seat in task.target if seat.rank in ranks]
+    why = f"the others go on without {_ranks(seats)}: {why}"
+    return _judged(task, seats, "task", why, slots_max=len(left))
+
+
+def leave_open(task: Task, ranks: Sequence[int], why: str) -> Iterator[Body]:
+    """Suspect the slots at which a task has failed, if they are on one node and nothing was tried
+    elsewhere."""
+    seats = [seat for seat in task.target if seat.rank in ranks]
+    tried = any(number in task.suspects for number in ranks)
+    if _is_hung_command(task, TASK_HANG):
+        return
+    if seats and not tried and not (task.failures is not None and _is_of_task(task.failures)):
+        yield _judged(task, seats, "open", why)
+
+
+def elsewhere(task: Task, ranks: Sequence[int], cleared: Sequence[Seat]) -> str:
+    """Where else the ranks have failed, for a sentence; empty: nowhere."""
+    slots = [seat.slot for seat in cleared]
+    slots += [task.suspects[number].slot for number in ranks if number in task.suspects]
+    if slots:
+        return f", and before that on {_names(slots)}"
+    series = task.failures
+    return f", on {_names(series.slots)}" if series is not None and _is_of_task(series) else ""
+
+
+# --- parts ---
+def _judged(
+    task: Task, seats: Sequence[Seat], verdict: Verdict, why: str, *, slots_max: int = 0
+) -> SlotsJudged:
+    return SlotsJudged(
+        task=task.id, suspects=tuple(seats), verdict=verdict, why=why, slots_max=slots_max
+    )
+
+
+def _is_hung_command(task: Task, status: str) -> bool:
+    """Whether a command has stopped printing. The process that prints is seldom the cause."""
+    return not task.heals_in_memory and task.failures is None and status == TASK_HANG
+
+
+def _is_of_task(series: FailureSeries) -> bool:
+    """Whether the same failure has occurred on several nodes: no slot of one node explains it."""
+    return len({slot.node for slot in series.slots}) > 1 and series.status != TASK_HANG
+
+
+def _free_slots(state: ClusterState, task: Task, suspects: Sequence[Seat]) -> list[Slot]:
+    """The slots of no task that these ranks may have, those on other nodes first, then those on
+    nodes of the task."""
+    left = [seat.slot for seat in suspects]
+    left += [suspect.slot for suspect in task.suspects.values()]
+    taken = {seat.slot for other in live_tasks(state) for seat in other.target}.union(left)
+    order_format = needed_format(task.spec)
+    away, near = {slot.node for slot in left}, {seat.slot.node for seat in task.target}
+    return sorted(
+        (
+            slot
+            for slot in allocatable_slots(state)
+            if slot not in taken
+            and slot.index not in (node := state.nodes[slot.node]).occupants
+            and node.order_format >= order_format
+        ),
+        key=lambda slot: (slot.node in away, slot.node not in near, slot),
+    )
+
+
+def _moved(task: Task, suspects: Sequence[Seat], slots: Sequence[Slot]) -> tuple[Seat, ...]:
+    """The task's seats with these ranks on other slots."""
+    new = {seat.rank: slot for seat, slot in zip(suspects, slots, strict=False)}
+    return tuple(Seat(seat.rank, new.get(seat.rank, seat.slot)) for seat in task.target)
+
+
+def _fits(task: Task, num_slots: int) -> bool:
+    """Whether the task makes progress on at most so many slots."""
+    throughput = task.throughput
+    sizes = (
+        [
+            size
+            for size, rate in zip(throughput.sizes, throughput.rates_flops, strict=True)
+            if rate > 0
+        ]
+        if throughput is not None
+        else task.spec.slots.counts
+    )
+    return any(0 < size <= num_slots for size in sizes)
+
+
+def _exchanged(task: Task, suspects: Sequence[Seat]) -> tuple[Seat, ...]:
+    """The seats after an exchange with as many other ranks, on other nodes if possible, the highest
+    ranks first; empty if they are too few."""
+    nodes = {seat.slot.node for seat in suspects}
+    others = [
+        seat
+        for seat in task.target
+        if seat not in suspects and seat.rank not in task.suspects and seat.rank in task.ranks
+    ]
+    others.sort(key=lambda seat: (seat.slot.node in nodes, -seat.rank))
+    if len(others) < len(suspects):
+        return ()
+    others = others[: len(suspects)]
+    return _moved(task, [*suspects, *others], [seat.slot for seat in (*others, *suspects)])
+
+
+def _ranks(seats: Sequence[Seat]) -> str:
+    return ("rank " if len(seats) == 1 else "ranks ") + " ".join(str(seat.rank) for seat in seats)
+
+
+def _names(slots: Sequence[Slot]) -> str:
+    return " ".join(dict.fromkeys(f"{slot.node}/{slot.index}" for slot in slots))
