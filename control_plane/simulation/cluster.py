@@ -10,6 +10,7 @@ from ...events.records.envelope import Record
 from ...events.records.order_format import ORDER_FORMAT_VERSION
 from ...events.records.statuses import CONNECTION_RESET
 from ...events.records.types import Body
+from ..incidents.severity import TABLE
 from ..state.task import Rank, Task
 from .accounting import Accounting, Key
 from .engine import LEADER, Engine
@@ -195,14 +196,31 @@ class SimulatedCluster:
         self.engine.call_later(in_s, send)
 
     def end(self, node: SimulatedNode, key: Key, in_s: float, *, status: str = "") -> None:
+        """The process ends, which is reported after `in_s`: of a bad device first its error."""
         node.processes.pop(key, None)
         node.ended.add(key)
+        slot = self._task(key[0]).ranks[key[1]].slot.index
+        if TABLE.get(status) == "SEV1":
+            erred = r.DeviceErred(
+                node=node.name,
+                incarnation=node.incarnation,
+                origin="kernel",
+                status=status,
+                rule="on paper",
+                text=status,
+                devices=(slot,),
+            )
+            self.engine.call_later(in_s, lambda: self._tell_error(node, key, erred))
         self._report_all(
             in_s,
             [(key, node, partial(_exited, key, status))],
             SimulatedNode.is_unreported,
             self.engine.now_s,
         )
+
+    def _tell_error(self, node: SimulatedNode, key: Key, erred: r.DeviceErred) -> None:
+        if node.is_unreported(erred.incarnation, key):
+            self.engine.report(node.source, erred, self.engine.now_s)
 
     def fail_collective(self, node: SimulatedNode, key: Key, in_s: float, status: str) -> None:
         """Fail a collective of this process, which reports it after `in_s`."""

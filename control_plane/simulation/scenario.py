@@ -243,7 +243,8 @@ def limits(
     if not chosen.escalates:
         bounds["replace_after_s"] = 0.0  # the policy's `detect_s` defines when a node is lost
     if not chosen.heals:
-        bounds["stop_s_max"] = STOP_S  # published restart times include the end of processes
+        # Published restart times include the end of processes, and all pauses.
+        bounds |= {"stop_s_max": STOP_S, "restart_pause_s_max": 0.0}
     try:
         found = policy_check.parse(given, replace(usual, **bounds))
     except SpecError as error:

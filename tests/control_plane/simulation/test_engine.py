@@ -60,7 +60,7 @@ def play(
             "policies": {policy: constants},
             "trace": "trace.csv",
             "horizon_s": horizon_s,
-            "limits": {"quarantine_faults": 1_000_000},
+            "limits": {"quarantine_faults": 1_000_000, "restart_pause_s_max": 0},
         }
     )
     chosen = scenario.policy(parsed, policy)
@@ -177,7 +177,7 @@ def cluster(sizes: list[tuple[int, int]], nodes: int = 6) -> dict[str, Any]:
         "policies": {name: {} for name in policies.POLICIES},
         "trace": "trace.csv",
         "horizon_s": 5 * DAY_S,
-        "limits": {"quarantine_faults": 1000},
+        "limits": {"quarantine_faults": 1000, "restart_pause_s_max": 0},
     }
 
 
