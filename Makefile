@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-hosts demo-slurm test test-real test-thorough simulation mutants fuzz fuzz-api confusion fault-matrix chaos-training bench-recovery bench-peers-check bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-log chaos-log bench-overhead bench-web bench-paper megatron-lm gpu-check golden-log figures disasters check types docs web test-web screenshots wheel clean
+.PHONY: help setup demo demo-hosts demo-slurm test test-real test-thorough simulation mutants fuzz fuzz-api confusion fault-matrix chaos-training chaos-blame bench-recovery bench-peers-check bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-log chaos-log bench-overhead bench-web bench-paper megatron-lm gpu-check golden-log figures disasters check types docs web test-web screenshots wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -79,6 +79,9 @@ SEED ?= 4
 PICTURE ?= build/chaos-training
 chaos-training: setup types ## one training through faults at random (ROUNDS=100 SEED=4 PICTURE=folder EXACT=1: bitwise)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m chaos_training --rounds $(ROUNDS) --seed $(SEED) --picture $(PICTURE) $(if $(EXACT),--exact)
+
+chaos-blame: setup types ## tasks that fail by their own software beside one that trains (CASES=a,b)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m chaos_blame $(if $(CASES),--cases $(subst $(comma), ,$(CASES)))
 
 fuzz: setup types ## random input to all that reads input of others (SEED=4 CASES=10000 AREAS=a,b ONLY=area:number)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m fuzz.main --seed $(SEED) \
