@@ -265,6 +265,11 @@ def _layout(order: Plain) -> str:
     return layout_label(axes) + (f" +{num}" if num else "")
 
 
+VERDICTS = {
+    "slot": "taken out until the task ends",
+    "task": "not the slot's fault",
+    "open": "suspected, not taken out",
+}
 FORMATS: dict[str, Callable[[Any], str]] = {
     "because": _because,
     "by": _by,
@@ -313,11 +318,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "state source": _state_source,
     "status": status_in_words,
     "took": lambda body: fmt.ms(body["down_s"] + body["up_s"] + body["settle_s"]),
-    "verdict": lambda verdict: {
-        "slot": "taken out until the task ends",
-        "task": "not the slot's fault",
-        "open": "suspected, not taken out",
-    }.get(verdict, verdict),
+    "verdict": lambda verdict: VERDICTS.get(verdict, str(verdict)),
     "where": _where,
     "window": lambda num: f" (of {fmt.count(num)})" if num else " (warming up)",
 }
