@@ -1,11 +1,14 @@
 """The fold of decisions and orders."""
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from ...events.records import decisions as d
 from ...events.records import orders as o
 from ...events.records.codec import encode_record
 from ...events.records.envelope import Record
+from ...events.records.types import Seat
 from ..incidents.hangs import WAITED_FOR
 from ..incidents.node_incidents import update_undecided
 from ..incidents.severity import worst
@@ -209,13 +212,19 @@ def experiment_begun(
             other.timeout_reason = f"exchanges its slot with rank {number}"
             count_outstanding(task)
     end_pauses(state, task, [seat.rank for seat in body.suspects])
-    left = {seat.rank for seat in body.suspects}
-    task.target = (
-        body.seats or tuple(seat for seat in task.target if seat.rank not in left) or task.target
-    )
+    task.target = body.seats or _seats_without(task, body.suspects) or task.target
     if not body.seats:
         names = " ".join(f"{seat.slot.node}/{seat.slot.index}" for seat in body.suspects)
         state.replan = f"{task.spec.name} is tried without {names}"
+
+
+def _seats_without(task: Task, left: Sequence[Seat]) -> tuple[Seat, ...]:
+    """The other seats. The ranks of a command are always numbered from 0."""
+    ranks = {seat.rank for seat in left}
+    seats = tuple(seat for seat in task.target if seat.rank not in ranks)
+    if task.heals_in_memory:
+        return seats
+    return tuple(Seat(number, seat.slot) for number, seat in enumerate(seats))
 
 
 def slots_judged(state: ClusterState, record: Record, task: Task, body: d.SlotsJudged) -> None:
@@ -235,9 +244,8 @@ def slots_judged(state: ClusterState, record: Record, task: Task, body: d.SlotsJ
         elif body.verdict == "open":
             node.slots_suspected[slot.index] = f"{task.spec.name}, {body.why}"[:TEXT_CHARS_MAX]
     if body.slots_max:
-        given_up = {seat.rank for seat in body.suspects}
         task.slots_max = body.slots_max
-        task.target = tuple(seat for seat in task.target if seat.rank not in given_up)
+        task.target = _seats_without(task, body.suspects)
     if body.verdict == "task":
         state.replan = state.replan or f"no slot is at fault: {task.spec.name} fails by itself"
 

@@ -40,9 +40,7 @@ OF_DEVICES = frozenset(
     )
 )
 """Statuses that concern the reporting rank's own device: never indirect evidence."""
-CAN_PASS = frozenset(
-    (s.CONNECTION_REFUSED, s.CONNECTION_RESET, s.OTHER_NETWORK, s.NCCL_TIMEOUT, s.LINK_FLAPPING)
-)
+CAN_PASS = frozenset((s.CONNECTION_REFUSED, s.CONNECTION_RESET, s.OTHER_NETWORK, s.LINK_FLAPPING))
 """Statuses of faults that may pass by themselves within minutes."""
 KILLS = frozenset((1, 2, 9, 15))
 """Signals that come from outside: SIGHUP, SIGINT, SIGKILL, SIGTERM."""

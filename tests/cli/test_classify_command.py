@@ -36,7 +36,8 @@ SEV1      GPU driver errors  xid-79                1      1
 SEV3      connection reset   connection-reset      2      6
           (peer) RuntimeError: [pair.cc:598] Connection closed by peer [172.28.0.12]:43185
 
-SEV1       reconfigure: the slot, or the lost node, is taken out, and the plan is made anew
+SEV1       reconfigure: the slot that a device error names, or the lost node, is taken out, and the
+           plan is made anew; if only the process says so, the rank is tried on another slot
 SEV3       reattempt in place: the communicators are built again, every process lives; else the
            processes are started again, as SEV2
 (peer)     reports the end of another process, or a wait for it: find the cause there

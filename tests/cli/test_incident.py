@@ -31,7 +31,7 @@ from unicron.control_plane.state.cluster import DECIDER_VERSION
 from unicron.control_plane.state.incident import NUM_EVIDENCE_MAX
 from unicron.events.errors import UsageError
 from unicron.events.log import archive
-from unicron.events.records import decisions
+from unicron.events.records import decisions, statuses
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.codec import from_plain, to_plain
@@ -251,13 +251,24 @@ def test_an_open_incident_while_frozen() -> None:
 
 
 def test_a_disabled_slot_needs_an_operator(d: Driver, task: int) -> None:
-    for _ in range(5):
-        if 2 in d.state.tasks[task].ranks:
-            carry_out(d, d.exit(task, 2))
+    d.tell(
+        d.source("n2"),
+        r.DeviceErred(
+            node="n2",
+            incarnation=1,
+            origin="kernel",
+            status=statuses.GPU_DRIVER_ERRORS,
+            rule="xid-79",
+            text="fallen off the bus",
+            devices=(0,),
+            code=79,
+        ),
+    )
+    carry_out(d, d.exit(task, 2, code=1))
     out = [node.slots_disabled for node in d.state.nodes.values()]
     assert out == [[], [0]]
     words = node_trouble(view(d.state)["nodes"][1])
-    assert words.startswith("slot 0 out (alpha, rank 2 failed 4 times without 10 new iterations")
+    assert words.startswith("slot 0 out (GPU driver errors (xid-79): fallen off the bus)")
     assert facts(d.log)["left"] == [f"n2 {words}"]
     told = nodes.nodes(view(d.state), now_s=d.now_s)
     assert " ".join(f"n2 {words}".split()) in " ".join(" ".join(told).split())
@@ -268,9 +279,9 @@ def test_the_incidents_of_a_failed_task_say_why_and_what_to_do(d: Driver) -> Non
     task = d.submit(spec(train=None, command=["true"]))
     d.obey(d.log[-20:])
     while not d.state.tasks[task].outcome:
-        carry_out(d, d.exit(task, 0, code=3))
+        d.obey(d.exit(task, 0, code=3))
     why = d.state.tasks[task].why
-    assert "failed 4 times without 10 new iterations in between: rank 0 on " in why
+    assert "failed 4 times without 10 new iterations in between, and before that on n" in why
     *earlier, last = history(d.log).incidents
     assert earlier
     for number, word in ((last, "failed"), *((number, "failed later") for number in earlier)):

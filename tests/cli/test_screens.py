@@ -402,7 +402,7 @@ def failed_command(d: Driver, name: str = "alpha") -> int:
     for _ in range(9):
         for rank in list(d.state.tasks[task].ranks):
             if rank in d.state.tasks[task].ranks:
-                carry_out(d, d.exit(task, rank, code=1))
+                d.obey(d.exit(task, rank, code=1))
     assert d.state.tasks[task].outcome == "failed"
     return task
 

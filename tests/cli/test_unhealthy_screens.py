@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from decider import Driver, spec
+from decider import Driver, spec, task_of
 from device_errors import health
 from two_tasks import lose, seen, two_tasks
 from unicron.cli.screens import cluster
@@ -68,15 +68,16 @@ def test_an_unconfirmed_node_names_the_nodes_that_are_out(d: Driver) -> None:
 
 
 def test_a_disabled_slot_shows_its_reason_and_the_remedy(d: Driver) -> None:
-    task = d.running(spec(slots={"min": 1, "max": 6}))
-    while not any(node.slots_disabled for node in d.state.nodes.values()):
-        d.obey(d.exit(task, 5))
+    task = d.running(spec(slots={"min": 1, "max": 4}))
+    while not task_of(d, task).suspects:
+        d.obey(d.exit(task, 3))
         d.progress(task)
+    while not any(node.slots_disabled for node in d.state.nodes.values()):
+        d.obey(d.progress(task))
     told = needs_you(d)
     assert (
-        "NEEDS YOU n3 slot 1 out (alpha, rank 5 failed 4 times without 10 new iterations in "
-        "between, its slot is taken out): repair, then unicron lift n3/1; unicron status "
-        "nodes; alpha runs on 4 of 6"
+        "NEEDS YOU n3 slot 0 out (alpha, exited abnormally there, and progress of rank 3 on n1/1): "
+        "repair, then unicron lift n3/0; unicron status nodes"
     ) in told
     d.submit(spec(name="beta", slots={"min": 6, "max": 6}))
     assert "; beta waits for slots" in needs_you(d)

@@ -220,6 +220,17 @@ def test_every_rank_fails_in_another_way(d: Driver) -> None:
     at_rest(d)
 
 
+def test_the_ranks_of_a_command_that_goes_on_without_one_are_numbered_from_0(d: Driver) -> None:
+    begun(d, job("good", 2, 2))
+    task = begun(d, command("elastic", 1, 4))
+    bad = task_of(d, task).seats_at[0]
+    for _ in range(4):
+        obey(d, fail(d, task, [task_of(d, task).ranks[0]], s.CUDA_ERRORS))
+    assert experiments(d) == ["without"]
+    assert sorted(task_of(d, task).ranks) == [0, 1, 2]
+    assert bad not in {rank.slot for rank in processes(d, task)}
+
+
 # --- faults of the slot ---------------------------------------------------------------------------
 def test_a_bad_slot_does_not_end_a_command(d: Driver) -> None:
     """bad_slot_command.yaml: the fifth start is elsewhere."""
