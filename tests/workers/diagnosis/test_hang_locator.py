@@ -76,6 +76,9 @@ class Job:
     window: int = 1
     unseen: dict[int, int] = field(default_factory=dict[int, int])
     """Rank -> the number of its last completed calls whose end it has not seen."""
+    has_mesh_names: bool = False
+    """Groups are named after their dimension, so that disjoint ones have one name, as by a
+    DeviceMesh up to torch 2.9."""
     num_iterations: int = 2
     num_micro_batches: int = 2
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
@@ -184,6 +187,14 @@ class Job:
                     self.completed[rank] += 1
         return done
 
+    def shown(self, group: str) -> list[str]:
+        """The name and the description of the group, as a dump has them."""
+        number, desc = group.split()
+        if self.has_mesh_names:
+            of_dimensions = dict.fromkeys(one.split()[1] for one in self.groups)
+            number = str([*of_dimensions].index(desc))
+        return [number, desc]
+
     def seen(self, rank: int) -> int:
         return max(self.completed[rank] - self.unseen.get(rank, 0), 0)
 
@@ -213,12 +224,9 @@ class Job:
                     "last_completed_collective": ended[-1] if ended else -1,
                 }
         config = {
-            group.split()[0]: {
-                "name": group.split()[0],
-                "desc": group.split()[1],
-                "ranks": str(list(self.groups[group])),
-            }
+            name: {"name": name, "desc": desc, "ranks": str(list(self.groups[group]))}
             for group in of
+            for name, desc in [self.shown(group)]
         }
         return {
             "version": "2.9",
@@ -238,7 +246,7 @@ class Job:
         return {
             "record_id": index,
             "pg_id": 3 * of.index(call.group),
-            "process_group": call.group.split(),
+            "process_group": self.shown(call.group),
             "profiling_name": f"nccl:{name}",
             "collective_seq_id": 0 if is_p2p else call.seq,
             "p2p_seq_id": call.seq if is_p2p else 0,
@@ -333,11 +341,40 @@ def test_real_dumps_without_those_of_the_faulty_ranks(name: str) -> None:
     assert {one.state for one in where.suspects} == {"no dump"}
 
 
+@pytest.mark.parametrize("name", ["fr_same_names_tp2dp2", "fr_same_names_tp4dp2"])
+@pytest.mark.parametrize("without", ["", "ranks", "dump"])
+def test_disjoint_groups_of_one_name_are_apart(name: str, without: str) -> None:
+    """Up to torch 2.9 the disjoint groups of a DeviceMesh have one name. A rank whose dump does not
+    list the ranks is in that group of the name which the others list with it."""
+    document = json.loads((DATA / f"{name}.json").read_text())
+    dumps = {int(rank): dump for rank, dump in document["ranks"].items()}
+    (guilty,) = document["ground_truth"]
+    if without == "dump":
+        del dumps[guilty]
+    elif without == "ranks":
+        for config in dumps[guilty]["pg_config"].values():
+            config["ranks"] = "[]"
+    where = found(dumps)
+    (suspect,) = where.suspects
+    assert (suspect.rank, suspect.state) == (
+        guilty,
+        "no dump" if without == "dump" else "not entered",
+    )
+    assert suspect.group.endswith("mesh_tp")
+    assert {one.rank for one in where.waiting} == {*map(int, document["ranks"])} - {guilty}
+
+
 # --- simulated jobs -------------------------------------------------------------------------------
 @settings(max_examples=150, deadline=None)
-@given(data=st.data(), layout=LAYOUTS, num=st.integers(1, 3), only_active=st.booleans())
+@given(
+    data=st.data(),
+    layout=LAYOUTS,
+    num=st.integers(1, 3),
+    only_active=st.booleans(),
+    has_mesh_names=st.booleans(),
+)
 def test_stopped_ranks_are_named_if_each_call_is_waited_for(
-    data: st.DataObject, layout: Layout, num: int, only_active: bool
+    data: st.DataObject, layout: Layout, num: int, only_active: bool, has_mesh_names: bool
 ) -> None:
     calls = Job(layout, {}).num_calls_min - 1
     ranks = data.draw(
@@ -348,7 +385,7 @@ def test_stopped_ranks_are_named_if_each_call_is_waited_for(
         )
     )
     stopped = {rank: data.draw(st.integers(1, calls)) for rank in sorted(ranks)}
-    job = Job(layout, stopped)
+    job = Job(layout, stopped, has_mesh_names=has_mesh_names)
     job.run()
     reached = sorted(rank for rank, at in stopped.items() if job.completed[rank] == at)
     dumps = {rank: job.dump(rank, only_active=only_active) for rank in range(layout.num_ranks)}
