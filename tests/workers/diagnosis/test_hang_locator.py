@@ -849,14 +849,58 @@ def test_a_file_that_is_too_long(
     assert "longer than 1 MiB" in refused(capsys, tmp_path / "dump_0")[0]
 
 
-def test_one_broken_file_of_a_folder_may_be_left_out(tmp_path: Path, capsys: Captured) -> None:
+NO_DUMPS = {
+    "core.8121": b"\x7fELF\x02\x01\x01" + bytes(4000),
+    "config.json": b'{"model": "gpt", "layers": 24}',
+    "nccl_trace_rank_7": b"",
+}
+"""Other files of a folder of dumps, whose names end in a number or in `.json`."""
+
+
+@pytest.mark.parametrize("cut", [b"", b"\x80\x02}q", b'{"entries": ['])
+def test_what_is_no_dump_in_a_folder_is_a_line(
+    tmp_path: Path, capsys: Captured, cut: bytes
+) -> None:
+    """The rank whose dump is cut off counts as one without a dump."""
+    for rank, one in hung(Layout(2, 2, 1), {3: 4}).items():
+        (tmp_path / f"dump_{rank}").write_bytes(cut if rank == 3 else json.dumps(one).encode())
+    for name, data in NO_DUMPS.items():
+        (tmp_path / name).write_bytes(data)
+    for paths in ([tmp_path], sorted(tmp_path.iterdir())):
+        answer = answered(capsys, *paths)
+        assert [(one["rank"], one["state"]) for one in answer["suspects"]] == [(3, "no dump")]
+        assert (answer["ranks"], answer["missing"]) == (4, [3])
+        assert len(answer["left_out"]) == 1 + len(NO_DUMPS)
+        assert all(line.startswith(f"{tmp_path}/") for line in answer["left_out"])
+    assert run_command(["locate", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("left out ") for line in lines) == 1 + len(NO_DUMPS)
+    assert max(len(line) for line in lines if str(tmp_path) not in line) <= 100
+
+
+def test_many_files_that_are_no_dumps_are_counted(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "dump_0").write_text(json.dumps(dump(entry(1))))
-    (tmp_path / "dump_1").write_bytes(b"\x80\x02}q")
+    for number in range(9):
+        (tmp_path / f"core.{8000 + number}").write_bytes(b"\x7fELF")
+    assert run_command(["locate", str(tmp_path)]) == 0
+    assert "left out   and 4 more files" in capsys.readouterr().out
+
+
+def test_a_broken_dump_in_a_file_of_all_ranks_is_left_out(tmp_path: Path, capsys: Captured) -> None:
+    dumps: dict[int, Any] = {**hung(Layout(2, 2, 1), {3: 4}), 3: {"entries": 7}}
+    (tmp_path / "all.json").write_text(json.dumps({"ranks": dumps}))
+    answer = answered(capsys, tmp_path / "all.json")
+    assert answer["missing"] == [3]
+    (line,) = answer["left_out"]
+    assert "not a flight-recorder dump of rank 3: " in line
+
+
+def test_a_folder_without_any_dump_is_refused(tmp_path: Path, capsys: Captured) -> None:
+    for name, data in NO_DUMPS.items():
+        (tmp_path / name).write_bytes(data)
     error, hint = refused(capsys, tmp_path)
-    assert error.endswith(
-        "dump_1: cut off, or not a flight-recorder dump: pickle data was truncated"
-    )
-    assert hint.startswith("hint: leave it out")
+    assert "config.json: not a flight-recorder dump" in error
+    assert hint.startswith("hint: give the files that torch's flight recorder wrote")
 
 
 # --- dumps of several folders --------------------------------------------------------------------
