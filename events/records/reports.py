@@ -269,6 +269,11 @@ class RankErrored(RankReport, frozen=True):
     rule: str = ""
     second_hand: bool = False
     """Indirect evidence: the error is about another process ("closed by peer")."""
+    can_pass: bool = False
+    """Whether such a fault can end by itself within minutes: of names, connections, the network,
+    storage or a remote service."""
+    peer: str = ""
+    """The peer that the error names, as host:port or host; "": none."""
 
 
 class RankExited(RankReport, frozen=True):
@@ -291,6 +296,10 @@ class RankExited(RankReport, frozen=True):
     cause: str = ""
     """The line that states the cause: from stderr, torch's error file or the OOM killer."""
     second_hand: bool = False
+    can_pass: bool = False
+    """As in RankErrored."""
+    peer: str = ""
+    """As in RankErrored."""
 
 
 class RankReportsDropped(RankReport, frozen=True):
