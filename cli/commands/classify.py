@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +24,10 @@ FAULT_LINES_NUM_MAX = 200_000
 KEYS = ("text", "event", "msg", "message", "log", "error", "exception")
 """Keys that hold the message of a JSON object; without them, the line is used."""
 INDENT_COLUMNS = 10
+PEER_LINES_NUM_MIN = 3
+"""A peer is shown if as many lines name it, and most of all that name a peer."""
+PEERS_NUM_MAX = 4096
+"""Peers that are counted; further ones are not, so that memory is bounded."""
 
 
 class Group(Struct):
@@ -70,6 +75,7 @@ def plain(text: str, verdict: Verdict) -> fmt.Plain:
         "line": verdict.line,
         "peer": verdict.peer,
         "second_hand": verdict.second_hand,
+        "can_pass": verdict.can_pass,
         "code": verdict.code,
         "device": verdict.device,
     }
@@ -81,6 +87,7 @@ def screen(verdicts: Iterator[tuple[str, Verdict]]) -> Iterator[str]:
     in use does not grow with the length of the log. Reading ends after FAULT_LINES_NUM_MAX lines of
     a fault, because each takes time and the first ones tell the cause."""
     groups: dict[tuple[str, str], Group] = {}
+    peers: Counter[str] = Counter()
     num_lines = num_faults = 0
     for num_lines, (_, verdict) in enumerate(verdicts, 1):
         if not verdict.status:
@@ -90,6 +97,9 @@ def screen(verdicts: Iterator[tuple[str, Verdict]]) -> Iterator[str]:
             (verdict.status, verdict.rule), Group(_severity(verdict), verdict, num_lines)
         )
         group.num_lines += 1
+        host = verdict.peer.rpartition(":")[0] or verdict.peer
+        if host and (host in peers or len(peers) < PEERS_NUM_MAX):
+            peers[host] += 1
         if num_faults == FAULT_LINES_NUM_MAX:
             break
     yield (
@@ -132,6 +142,11 @@ def screen(verdicts: Iterator[tuple[str, Verdict]]) -> Iterator[str]:
         yield from fmt.labelled(
             "(peer)", "reports the end of another process, or a wait for it: find the cause there"
         )
+    for host, num in peers.most_common(1):
+        if num >= PEER_LINES_NUM_MIN and 2 * num > peers.total():
+            yield from fmt.labelled(
+                "peer", f"{host} is named by {fmt.count(num)} lines: look at that node first"
+            )
 
 
 def _severity(verdict: Verdict) -> str:

@@ -14,11 +14,13 @@ from ..terminal.format import SCREEN_COLUMNS, clipped, command, labelled, number
 ROWS_NUM_MAX = 20
 """Waiting ranks that are listed; the rest are counted."""
 GROUP_COLUMNS = 44
+LEFT_OUT_NUM_MAX = 5
+"""Files left out that are listed; the rest are counted."""
 
 
 def locate(paths: Sequence[Path], *, as_json: bool) -> None:
-    """Read the dumps, locate the hang, print. Raises UsageError for files that are not dumps."""
-    dumps = read_files(paths)
+    """Read the dumps, locate the hang, print. Raises UsageError if there is no dump to read."""
+    dumps, left_out = read_files(paths)
     if not any(dump.entered or dump.pending or dump.status for dump in dumps):
         raise UsageError(
             f"nothing was recorded: no collective in the dump of {number_of(len(dumps), 'rank')}",
@@ -35,15 +37,22 @@ def locate(paths: Sequence[Path], *, as_json: bool) -> None:
             "suspects": [one._asdict() for one in found.suspects],
             "waiting": [one._asdict() for one in found.waiting],
             "stuck": [one._asdict() for one in found.stuck],
+            "left_out": left_out,
         },
-        screen(found),
+        screen(found, left_out),
         as_json=as_json,
     )
 
 
-def screen(found: HangLocation) -> Iterator[str]:
-    """The page, at most 100 columns: the verdict, the suspects, which rank waits for which."""
+def screen(found: HangLocation, left_out: Sequence[str] = ()) -> Iterator[str]:
+    """The page, at most 100 columns: the verdict, the suspects, which rank waits for which; each
+    file that is no dump is one line."""
     yield from textwrap.wrap(_verdict(found), SCREEN_COLUMNS)
+    for line in left_out[:LEFT_OUT_NUM_MAX]:
+        words = " ".join("".join(c if c.isprintable() else " " for c in line).split())
+        yield from labelled("left out", words)
+    if len(left_out) > LEFT_OUT_NUM_MAX:
+        yield from labelled("left out", f"and {len(left_out) - LEFT_OUT_NUM_MAX} more files")
     for one in found.suspects:
         yield ""
         yield from labelled(f"rank {one.rank}", one.why)

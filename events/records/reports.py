@@ -270,7 +270,10 @@ class RankErrored(RankReport, frozen=True):
     second_hand: bool = False
     """Indirect evidence: the error is about another process ("closed by peer")."""
     can_pass: bool = False
-    """The fault may pass by itself within minutes: of the network, of storage or of names."""
+    """Whether such a fault can end by itself within minutes: of names, connections, the network,
+    storage or a remote service."""
+    peer: str = ""
+    """The peer that the error names, as host:port or host; "": none."""
 
 
 class RankExited(RankReport, frozen=True):
@@ -294,6 +297,8 @@ class RankExited(RankReport, frozen=True):
     """The line that states the cause: from stderr, torch's error file or the OOM killer."""
     second_hand: bool = False
     can_pass: bool = False
+    """As in RankErrored."""
+    peer: str = ""
     """As in RankErrored."""
 
 

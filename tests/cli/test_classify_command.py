@@ -64,6 +64,27 @@ def test_a_log_is_listed_by_severity(
     assert capsys.readouterr().out == PAGE
 
 
+@pytest.mark.parametrize(("num", "is_shown"), [(2, False), (3, True)])
+def test_a_peer_that_most_lines_name_is_shown(
+    tmp_path: Path, capsys: Capture, num: int, *, is_shown: bool
+) -> None:
+    """Six ranks report the completion error of one node, and one rank that of another."""
+    line = (
+        "gpu{}:11:22 [0] NCCL WARN NET/IB : Got completion from peer 10.168.207.{}<4{}> with "
+        "status=12 opcode=1 len=0 vendor err 129 (Send)\n"
+    )
+    log = "".join(line.format(rank, 19, rank) for rank in range(num)) + line.format(9, 7, 9)
+    assert run_command(["classify", written(tmp_path, log)]) == 0
+    told = f"peer       10.168.207.19 is named by {num} lines: look at that node first"
+    assert (told in capsys.readouterr().out) is is_shown
+
+
+def test_whether_a_fault_can_pass_is_told_as_json(tmp_path: Path, capsys: Capture) -> None:
+    log = "OSError: [Errno 28] No space left on device\nKeyError: 'rate'\n"
+    assert run_command(["classify", written(tmp_path, log), "-o", "json"]) == 0
+    assert [line.get("can_pass", False) for line in answers(capsys)] == [True, False]
+
+
 def test_each_line_of_a_log_as_json(tmp_path: Path, capsys: Capture) -> None:
     assert run_command(["classify", written(tmp_path, LOG), "-o", "json"]) == 0
     told = answers(capsys)

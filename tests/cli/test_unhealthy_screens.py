@@ -76,8 +76,8 @@ def test_a_disabled_slot_shows_its_reason_and_the_remedy(d: Driver) -> None:
         d.obey(d.progress(task))
     told = needs_you(d)
     assert (
-        "NEEDS YOU n3 slot 0 out (alpha, exited abnormally there, and progress of rank 3 on n1/1): "
-        "repair, then unicron lift n3/0; unicron status nodes"
+        "NEEDS YOU n2 slot 1 out (alpha, exited abnormally there, and progress of rank 3 on n3/0): "
+        "repair, then unicron lift n2/1; unicron status nodes"
     ) in told
     d.submit(spec(name="beta", slots={"min": 6, "max": 6}))
     assert "; beta waits for slots" in needs_you(d)

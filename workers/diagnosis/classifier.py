@@ -32,6 +32,8 @@ class Verdict(NamedTuple):
     """The XID; 0: none."""
     device: str = ""
     """The GPU's PCI address or index; "": none."""
+    can_pass: bool = False
+    """Whether the fault can end by itself within minutes (rules/rule.py)."""
 
 
 NOTHING = Verdict("", "")
@@ -193,6 +195,7 @@ def _verdict(rule: Rule, line: str, lowered: str, at: int) -> Verdict:
         _excerpt(line, at),
         _peer(peer, line) if peer is not None else "",
         device=_device(lowered) if rule.depth <= KILLED else "",
+        can_pass=rule.can_pass,
     )
 
 

@@ -1,7 +1,8 @@
 """Flight-recorder dump files: JSON, or torch's pickles, read without executing code.
 
 A file has the dump of one rank, which its name ends in (`nccl_trace_rank_7`), or the dumps of all
-ranks under the key `ranks`. Of a folder, all such files are read.
+ranks under the key `ranks`. Of a folder, all such files are read. What is cut off, or is no dump,
+is left out: ranks exit while they write, and folders have other files too.
 """
 
 import io
@@ -10,13 +11,13 @@ import re
 import resource
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import msgspec
 from msgspec import Meta, Struct
 
 from ...events.errors import UsageError
-from .flight_recorder import Dump, Job, read
+from .flight_recorder import Dump, Job, NotADump, read
 
 FILE_BYTES_MAX = 256 << 20
 """A dump has about 1 KB per entry, 10 KB with stacks; torch keeps 2,000 entries."""
@@ -42,18 +43,30 @@ class _File(Struct):
     """The dumps of all ranks, if they are in this file."""
 
 
-def read_files(paths: Iterable[Path]) -> list[Dump]:
-    """Read all dumps, sorted by rank. A file that is named twice is read once. Raises OSError, and
-    UsageError if a file is invalid, if the dumps are of several jobs, or if a rank has two."""
-    files: dict[Path, tuple[Path, str]] = {}
-    for path, hint in _files(paths):
-        files.setdefault(path.resolve(), (path, hint))
+class Dumps(NamedTuple):
+    """The dumps of a job, sorted by rank."""
+
+    dumps: list[Dump]
+    left_out: list[str]
+    """A line for each file, or rank of a file, that is no dump: the file, and what is wrong."""
+
+
+def read_files(paths: Iterable[Path]) -> Dumps:
+    """Read all dumps. A file that is named twice is read once. Raises UsageError if the dumps are
+    of several jobs, or if a rank has two; UsageError and OSError if there is none to read."""
+    files: dict[Path, Path] = {}
+    for path in _files(paths):
+        files.setdefault(path.resolve(), path)
     dumps: list[tuple[Dump, Path]] = []
-    for path, hint in files.values():
-        try:
-            dumps += ((dump, path) for dump in _read_file(path))
-        except UsageError as error:
-            raise UsageError(str(error), hint or error.hint) from None
+    errors: list[UsageError | OSError] = []
+    for path in files.values():
+        for one in _read_file(path):
+            if isinstance(one, Dump):
+                dumps.append((one, path))
+            else:
+                errors.append(one)
+    if errors and not dumps:
+        raise errors[0]
     _refuse_several_jobs(dumps)
     found: dict[int, tuple[Dump, Path]] = {}
     for dump, path in dumps:
@@ -64,7 +77,13 @@ def read_files(paths: Iterable[Path]) -> list[Dump]:
                 "numbered across all its nodes",
             )
         found[dump.rank] = dump, path
-    return [found[rank][0] for rank in sorted(found)]
+    return Dumps([found[rank][0] for rank in sorted(found)], [*map(_in_a_line, errors)])
+
+
+def _in_a_line(error: UsageError | OSError) -> str:
+    if isinstance(error, OSError):
+        return f"{error.filename}: {(error.strerror or str(error)).lower()}"
+    return str(error)
 
 
 def _refuse_several_jobs(dumps: Iterable[tuple[Dump, Path]]) -> None:
@@ -87,11 +106,10 @@ def _job_name(job: Job) -> str:
     return f"task {job.task} generation {job.generation}, {num}" if job.task else num
 
 
-def _files(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
-    """Yield each file, and the hint at an error in it if its folder was given instead."""
+def _files(paths: Iterable[Path]) -> Iterator[Path]:
     for path in paths:
         if not path.is_dir():
-            yield path, ""
+            yield path
             continue
         inside = sorted(
             one
@@ -105,39 +123,46 @@ def _files(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
             raise UsageError(f"{path}: no dump in this folder", HINT)
         if len(inside) > FILES_NUM_MAX:
             raise UsageError(f"{path}: {len(inside)} files; at most {FILES_NUM_MAX}", HINT)
-        hint = "leave it out: give the other files, without their folder"
-        yield from ((one, hint) for one in inside)
+        yield from inside
 
 
-def _read_file(path: Path) -> list[Dump]:
-    document = _document(path)
+def _read_file(path: Path) -> Iterator[Dump | UsageError | OSError]:
+    """Yield the dumps in the file, and the error of each that cannot be read."""
     try:
+        document = _document(path)
         file = msgspec.convert(document, _File, strict=False)
-        if file.ranks:
-            return [read(rank, one) for rank, one in file.ranks.items()]
-        dump = read(file.rank or 0, document)
+    except (UsageError, OSError) as error:
+        yield error
+        return
     except ValueError as error:
-        raise UsageError(f"{path}: not a flight-recorder dump: {error}", HINT) from None
-    if file.rank is not None:
-        return [dump]
+        yield UsageError(f"{path}: not a flight-recorder dump: {error}", HINT)
+        return
     named = _NAMED.search(path.name)
-    if named is None:
-        raise UsageError(
-            f"{path}: its name does not end in a rank",
-            "name each file after its rank, as torch does: nccl_trace_rank_7",
-        )
-    return [dump._replace(rank=int(named[1]))]
+    own = file.rank if file.rank is not None else int(named[1]) if named is not None else None
+    for rank, one in file.ranks.items() or [(own or 0, document)]:
+        of = f" of rank {rank}" * (rank in file.ranks)
+        try:
+            dump = read(rank, one)
+        except NotADump as error:
+            yield UsageError(f"{path}: not a flight-recorder dump{of}: {error}", HINT)
+            continue
+        if own is None and not file.ranks:
+            yield UsageError(
+                f"{path}: its name does not end in a rank",
+                "name each file after its rank, as torch does: nccl_trace_rank_7",
+            )
+        else:
+            yield dump
 
 
 def _document(path: Path) -> object:
     if path.exists() and not path.is_file():  # a FIFO without a writer would block for ever
         raise UsageError(f"{path}: not a regular file", HINT)
-    with path.open("rb") as file:
-        data = file.read(FILE_BYTES_MAX + 1)
-    if len(data) > FILE_BYTES_MAX:
+    if path.stat().st_size > FILE_BYTES_MAX:  # a core file may be longer than the memory
         raise UsageError(
             f"{path}: longer than {FILE_BYTES_MAX >> 20} MiB", "give one file per rank"
         )
+    data = path.read_bytes()
     try:
         return _unpickled(data) if data[:1] == b"\x80" else msgspec.json.decode(data)
     except _ImportRefused as error:

@@ -7,6 +7,8 @@ torch writes one dump per rank (for NCCL since torch 2.5, for gloo since 2.10).
   `pg_config` are both in the order of creation.
 - `pg_status` also counts sends and receives. In a group that has them only entries are used.
 - A rank that has rebuilt its groups has several groups of one name. Only the newest is used.
+- Up to torch 2.9 the disjoint groups of a DeviceMesh have one name. So a group is its name and its
+  ranks.
 - gloo never reports that a collective has completed. A retired one counts as complete.
 """
 
@@ -30,10 +32,22 @@ class NotADump(ValueError):
     """The document is not a flight-recorder dump; `str()` says what is missing."""
 
 
+class Group(NamedTuple):
+    """A process group. Groups with other ranks are other groups, also under the same name."""
+
+    name: str
+    """Its name and description, as `72 EXPERT_MODEL_PARALLEL_GROUP`."""
+    ranks: str = ""
+    """Its ranks as text, whose hash Python keeps; "": unknown."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
 class Op(NamedTuple):
     """One entry: a collective of `group`, or a send or receive between two ranks of the group."""
 
-    group: str
+    group: Group
     seq: int
     """Number of the collective in its group; sends and receives are counted separately."""
     name: str
@@ -53,7 +67,7 @@ class Op(NamedTuple):
         return self.source >= 0
 
     @property
-    def key(self) -> tuple[str, int, int, int]:
+    def key(self) -> tuple[Group, int, int, int]:
         """Equal for all participants. Sends and receives are matched in order, not by number."""
         if self.is_p2p:
             return self.group, -1, self.source, self.target
@@ -74,24 +88,41 @@ class Dump(NamedTuple):
     """The content of one rank's recorder."""
 
     rank: int
-    members: dict[str, tuple[int, ...]]
+    members: dict[Group, tuple[int, ...]]
     """Group -> its ranks. A group whose ranks are unknown is absent."""
-    entered: dict[str, int]
+    entered: dict[Group, int]
     """Group -> the last collective that this rank entered."""
-    completed: dict[str, int]
-    status: dict[str, tuple[int, int]]
+    completed: dict[Group, int]
+    status: dict[Group, tuple[int, int]]
     """Group -> entered and completed by `pg_status`, which includes sends and receives."""
     pending: tuple[Op, ...]
     """The operations that this rank entered and does not see as complete, oldest first."""
     ended: tuple[Op, ...]
     """The last complete collective of each group, according to this rank."""
-    mixed: frozenset[str]
+    mixed: frozenset[Group]
     """Groups with sends and receives."""
     records_starts: bool
     """Whether its recorder records the start of kernels."""
     dumped_ns: int
     """When the dump was written; 0: unknown."""
     job: Job
+
+    def with_ranks(self, known: Mapping[Group, Group]) -> "Dump":
+        """The dump, in which groups of unknown ranks are those that `known` gives for them."""
+        if not known:
+            return self
+
+        def of(group: Group) -> Group:
+            return known.get(group, group)
+
+        return self._replace(
+            entered={of(group): last for group, last in self.entered.items()},
+            completed={of(group): last for group, last in self.completed.items()},
+            status={of(group): last for group, last in self.status.items()},
+            pending=tuple(op._replace(group=of(op.group)) for op in self.pending),
+            ended=tuple(op._replace(group=of(op.group)) for op in self.ended),
+            mixed=frozenset(map(of, self.mixed)),
+        )
 
 
 # --- A dump as torch writes it: gloo's JSON has some of the numbers as text ---
@@ -162,34 +193,41 @@ def _read(rank: int, dump: _Document) -> Dump:
         newest[entry.group] = max(newest.get(entry.group, -1), entry.pg_id)
     entries = [entry for entry in entries if entry.pg_id == newest[entry.group]]
     config = {name: one for name, one in dump.pg_config.items() if name}  # gloo has one without
-    members = {
-        _group_name(name, one.desc): found
-        for name, one in config.items()
-        if (found := msgspec.json.decode(one.ranks or "[]", type=tuple[_Whole, ...]))
-    }
-    entered: dict[str, int] = {}
-    ended: dict[str, _Entry] = {}
+    groups: dict[str, Group] = {name: Group(name) for name in newest}
+    members: dict[Group, tuple[int, ...]] = {}
+    for key, one in config.items():
+        ranks = msgspec.json.decode(one.ranks or "[]", type=tuple[_Whole, ...])
+        name = _group_name(key, one.desc)
+        groups[name] = Group(name, " ".join(map(str, sorted(ranks))))
+        if ranks:
+            members[groups[name]] = ranks
+    entered: dict[Group, int] = {}
+    ended: dict[Group, _Entry] = {}
     for entry in entries:
-        group, seq = entry.group, entry.collective_seq_id
+        group, seq = groups[entry.group], entry.collective_seq_id
         entered[group] = max(entered.get(group, 0), seq)
         last = ended[group].collective_seq_id if group in ended else 0
         if entry.is_done and not entry.is_p2p and seq > last:
             ended[group] = entry
-    world = next((ranks for group, ranks in members.items() if group.endswith(" default_pg")), ())
+    world = next(
+        (ranks for group, ranks in members.items() if group.name.endswith(" default_pg")), ()
+    )
     return Dump(
         rank=rank,
         members=members,
         entered=entered,
         completed={group: entry.collective_seq_id for group, entry in ended.items()},
-        status=_status(dump.pg_status, config, newest),
+        status={
+            groups[name]: last for name, last in _status(dump.pg_status, config, newest).items()
+        },
         pending=tuple(
-            _op(entry, members)
+            _op(entry, groups[entry.group], members)
             for entry in entries
             if not entry.is_done and not entry.profiling_name.endswith(":coalesced")
         ),
-        ended=tuple(_op(entry, members) for entry in ended.values()),
+        ended=tuple(_op(entry, group, members) for group, entry in ended.items()),
         mixed=frozenset(
-            entry.group
+            groups[entry.group]
             for entry in entries
             if entry.is_p2p or entry.collective_seq_id != entry.op_id
         ),
@@ -208,7 +246,7 @@ def _group_name(name: str, desc: str = "") -> str:
 def _status(
     status: Mapping[int, _Status], config: Mapping[str, _Group], newest: Mapping[str, int]
 ) -> dict[str, tuple[int, int]]:
-    """Group -> (entered, completed), for each group number that can be mapped to a name."""
+    """Name of a group -> (entered, completed), for each number that can be mapped to a name."""
     named = {number: group for group, number in newest.items()}
     if len(status) == len(config) and all(name.isdecimal() for name in config):
         guessed = {
@@ -224,10 +262,10 @@ def _status(
     }
 
 
-def _op(entry: _Entry, members: Mapping[str, Sequence[int]]) -> Op:
+def _op(entry: _Entry, group: Group, members: Mapping[Group, Sequence[int]]) -> Op:
     name = entry.profiling_name.partition(":")[2] or "?"
     op = Op(
-        entry.group,
+        group,
         entry.collective_seq_id,
         name,
         entry.time_created_ns,

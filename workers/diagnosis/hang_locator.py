@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from ...events.words import clipped
 from ...events.words import ranks as in_words
-from .flight_recorder import Dump, Op
+from .flight_recorder import Dump, Group, Op
 
 # --- The wait-for graph between ranks, built from their dumps ---
-Key = tuple[str, int, int, int]
+Key = tuple[Group, int, int, int]
 _ALL_TAKE_PART = (
     "all_reduce",
     "allreduce",
@@ -32,8 +32,8 @@ class WaitGraph:
     """All dumps of one job, and the waits between ranks that they show."""
 
     def __init__(self, dumps: Mapping[int, Dump]) -> None:
-        self._dumps = {rank: dumps[rank] for rank in sorted(dumps)}
-        self._mixed = frozenset[str]().union(*(dump.mixed for dump in dumps.values()))
+        self._dumps = _with_known_ranks({rank: dumps[rank] for rank in sorted(dumps)})
+        self._mixed = frozenset[Group]().union(*(dump.mixed for dump in self._dumps.values()))
         self._members = _members(self._dumps)
         self.ranks = tuple(
             sorted({*dumps, *(rank for group in self._members.values() for rank in group)})
@@ -92,22 +92,22 @@ class WaitGraph:
         )
 
     # --- one rank in one group ---------------------------------------------------------------
-    def entered(self, rank: int, group: str) -> int:
+    def entered(self, rank: int, group: Group) -> int:
         """The last collective of the group that the rank entered; 0: none known."""
         return self._last(rank, group, 0)
 
-    def completed(self, rank: int, group: str) -> int:
+    def completed(self, rank: int, group: Group) -> int:
         """The last collective of the group that completed on this rank."""
         return self._last(rank, group, 1)
 
-    def _last(self, rank: int, group: str, which: int) -> int:
+    def _last(self, rank: int, group: Group, which: int) -> int:
         dump = self._dumps.get(rank)
         if dump is None:
             return 0
         last = 0 if group in self._mixed else dump.status.get(group, (0, 0))[which]
         return max(last, (dump.entered, dump.completed)[which].get(group, 0))
 
-    def behind(self, rank: int, group: str) -> int:
+    def behind(self, rank: int, group: Group) -> int:
         """How many collectives the rank is behind the foremost member of the group; 0: unknown."""
         dump = self._dumps.get(rank)
         if dump is None or (group in self._mixed and group not in dump.entered):
@@ -236,10 +236,34 @@ def _reachable(graph: Mapping[int, Iterable[int]], starts: Iterable[int]) -> set
     return found
 
 
-def _members(dumps: Mapping[int, Dump]) -> dict[str, tuple[int, ...]]:
+def _with_known_ranks(dumps: Mapping[int, Dump]) -> dict[int, Dump]:
+    """The dumps; a group whose ranks one of them does not know is the group of its name that the
+    other dumps list with this rank, if that is one alone."""
+    unknown = {
+        rank: [group for group in (*dump.entered, *dump.status) if not group.ranks]
+        for rank, dump in dumps.items()
+    }
+    listed: dict[tuple[str, int], list[Group]] = defaultdict(list)
+    if any(unknown.values()):
+        for group in dict.fromkeys(group for dump in dumps.values() for group in dump.members):
+            for rank in map(int, group.ranks.split()):
+                listed[group.name, rank].append(group)
+    return {
+        rank: dump.with_ranks(
+            {
+                group: named[0]
+                for group in unknown[rank]
+                if len(named := listed[group.name, rank]) == 1
+            }
+        )
+        for rank, dump in dumps.items()
+    }
+
+
+def _members(dumps: Mapping[int, Dump]) -> dict[Group, tuple[int, ...]]:
     """Group -> its ranks; if no dump lists them, the ranks that entered its collectives."""
-    found: dict[str, set[int]] = defaultdict(set)
-    listed: dict[str, tuple[int, ...]] = {}
+    found: dict[Group, set[int]] = defaultdict(set)
+    listed: dict[Group, tuple[int, ...]] = {}
     for rank in sorted(dumps):
         for group, members in dumps[rank].members.items():
             listed[group] = members
@@ -353,7 +377,7 @@ def _judge(
     is_late = any(rank in waits.unstarted[op.key] for op in pending)
     if pending and not is_late and not _is_passed(waits, rank):
         op = pending[0]
-        stuck[op.key] = StuckCollective(op.group, op.name, op.seq, waits.participants(op))
+        stuck[op.key] = StuckCollective(op.group.name, op.name, op.seq, waits.participants(op))
     elif waits.waiters[rank]:
         found[rank] = _behind(waits, rank)
 
@@ -410,7 +434,7 @@ def _suspect(
         why,
         state,
         confidence,
-        op.group,
+        op.group.name,
         op.name,
         op.seq,
         waits.behind(rank, op.group),
@@ -499,7 +523,7 @@ def _waiting(waits: WaitGraph, rank: int) -> WaitingRank:
     edges = waits.edges[rank]
     first = min(edges.values(), key=lambda op: op.order, default=waits.pending[rank][0])
     for_whom = tuple(sorted(other for other, op in edges.items() if op.key == first.key))
-    return WaitingRank(rank, for_whom, first.group, first.name, first.seq)
+    return WaitingRank(rank, for_whom, first.group.name, first.name, first.seq)
 
 
 def _op_in_words(op: Op, waits: WaitGraph) -> str:

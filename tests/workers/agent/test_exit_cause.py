@@ -501,6 +501,7 @@ def test_an_exception_is_known_by_its_innermost_line(
     assert (report.exit_code, report.status, report.second_hand) == (1, CONNECTION_REFUSED, False)
     assert report.cause.endswith(REFUSED)
     assert report.rule
+    assert report.can_pass
 
 
 def test_a_huge_last_line_is_read_at_its_end(end_of: Any) -> None:

@@ -25,6 +25,7 @@ from unicron.workers.diagnosis.classifier import (
 )
 from unicron.workers.diagnosis.rules.hardware import XIDS
 from unicron.workers.diagnosis.rules.ignored import IGNORE_RULES
+from unicron.workers.diagnosis.rules.rule import FABRIC
 
 DATA = Path(__file__).parents[2] / "data"
 SAMPLES = ("error_lines.jsonl", "error_lines_more.jsonl", "error_lines_drawn.jsonl")
@@ -85,6 +86,14 @@ HARMLESS = [
     "amdgpu 0000:c6:00.0: amdgpu: GPU reset(2) succeeded!",
     "amdgpu 0000:c6:00.0: amdgpu: GPU reset end with ret = 0",
     "amdgpu: Failed to send message 0x26, response 0x1",
+    # a word of a fault in a program's own words
+    "eval: beam search, killed hypotheses 4, error rate 0.08",
+    "game over: players killed: 17, survived: 3",
+    "Speculative decoding: 18 drafts aborted",
+    "rollout statistics: episodes=120 died=14 crashed=0",
+    "0 of 1,024 requests timed out",
+    "observer error 0.03, client error rate 0.1",
+    "DeepEP: buffer allocated, num_timeout_cycles=200000000000, timeout: 100 s",
     # boot messages of a healthy machine
     *(
         line
@@ -124,6 +133,75 @@ def test_lines_that_look_like_faults_and_are_none(text: str) -> None:
 )
 def test_similar_lines_of_real_faults_keep_their_status(text: str, status: str) -> None:
     assert classify(text).status == status, classify(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        # an ignore rule has the words of each
+        ("neighbour: ndisc_cache: neighbor table overflow!", "other network errors"),
+        ("CRC errors: 0, replay errors: 14, NVLink 3 failed", "NVLink errors"),
+        ("ECC: corrected errors 12, uncorrected errors: 3, GPU 4", "ECC errors"),
+        ("single-bit ECC errors 4, double-bit ECC errors 1", "ECC errors"),
+        ("mlx5_3 port 1: link up, then link down again, link flap", "link flapping"),
+        ("GPU 5: NVLink is not ready, NVLink training failed", "NVLink errors"),
+        ("Error at iteration 120/ 500: CUDA error: unspecified launch failure", "CUDA errors"),
+        ("skipping step 7: CUDA error: device-side assert triggered", "CUDA errors"),
+        ("destroy_process_group: CUDA error: unspecified launch failure", "CUDA errors"),
+        ("rank 7 terminated via SIGKILL", "exited abnormally"),
+        ("received SIGTERM: the node was preempted", "lost connection"),
+        ("all_reduce timed out: time limit of the collective was exceeded", "NCCL timeout"),
+        ("2 Workers killed due to memory pressure (OOM), 0 Workers crashed", "exited abnormally"),
+        ("EDAC MC0: 1 UE overflow on DIMM 3, uncorrectable memory error", "ECC errors"),
+        ("systemd[1]: mnt-ckpt.mount: Mount process exited, code=exited", "other software errors"),
+        ("NCCL WARN NET/Plugin: Failed to initialize the plugin", "other network errors"),
+        ("the worker failed and was not successfully recovered: Broken pipe", "connection reset"),
+    ],
+)
+def test_no_ignore_rule_hides_a_fault_that_has_its_words(text: str, status: str) -> None:
+    assert classify(text).status == status, classify(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "can_pass"),
+    [
+        ("socket.gaierror: [Errno -2] Name or service not known", True),
+        ("ConnectionRefusedError: [Errno 111] Connection refused", True),
+        ("ConnectionResetError: [Errno 104] Connection reset by peer", True),
+        ("OSError: [Errno 101] Network is unreachable", True),
+        ("torch.distributed.DistStoreError: Timed out after 901 seconds waiting for clients", True),
+        ("OSError: [Errno 5] Input/output error", True),
+        ("OSError: [Errno 28] No space left on device", True),
+        ("OSError: [Errno 116] Stale file handle", True),
+        ("OSError: [Errno 122] Disk quota exceeded", True),
+        ("RuntimeError: [enforce fail at inline_container.cc:664] . unexpected pos 704 vs 1", True),
+        ("nfs: server 10.0.0.1 not responding, still trying", True),
+        ("mmfs: [E] Lost connection to quorum node 192.0.2.40, retrying", True),
+        ("urllib.error.HTTPError: HTTP Error 503: Slow Down", True),
+        ("huggingface_hub.errors.HfHubHTTPError: 429 Client Error: Too Many Requests", True),
+        ("ValueError: no such layer", False),
+        ("RuntimeError: CUDA error: unspecified launch failure", False),
+        ("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=8)", False),
+        ("NVRM: Xid (PCI:0000:05:00): 79, GPU has fallen off the bus.", False),
+        ("OSError: [Errno 30] Read-only file system: '/ckpt'", False),
+        ("torch.OutOfMemoryError: CUDA out of memory.", False),
+        ("INFO: all well", False),
+    ],
+)
+def test_whether_a_fault_can_end_by_itself(text: str, can_pass: bool) -> None:
+    assert classify(text).can_pass is can_pass, classify(text)
+
+
+def test_no_fault_of_a_device_or_of_a_process_ends_by_itself() -> None:
+    passing = {rule.status for rule in RULES if rule.can_pass}
+    assert passing == {
+        "connection refused",
+        "connection reset",
+        "link flapping",
+        "other network errors",
+        "other software errors",
+    }
+    assert not [rule.name for rule in RULES if rule.can_pass and rule.depth < FABRIC]
 
 
 def test_a_failed_rdma_call_is_an_own_fault_for_any_reason() -> None:

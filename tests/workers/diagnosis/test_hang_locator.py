@@ -76,6 +76,9 @@ class Job:
     window: int = 1
     unseen: dict[int, int] = field(default_factory=dict[int, int])
     """Rank -> the number of its last completed calls whose end it has not seen."""
+    has_mesh_names: bool = False
+    """Groups are named after their dimension, so that disjoint ones have one name, as by a
+    DeviceMesh up to torch 2.9."""
     num_iterations: int = 2
     num_micro_batches: int = 2
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
@@ -184,6 +187,14 @@ class Job:
                     self.completed[rank] += 1
         return done
 
+    def shown(self, group: str) -> list[str]:
+        """The name and the description of the group, as a dump has them."""
+        number, desc = group.split()
+        if self.has_mesh_names:
+            of_dimensions = dict.fromkeys(one.split()[1] for one in self.groups)
+            number = str([*of_dimensions].index(desc))
+        return [number, desc]
+
     def seen(self, rank: int) -> int:
         return max(self.completed[rank] - self.unseen.get(rank, 0), 0)
 
@@ -213,12 +224,9 @@ class Job:
                     "last_completed_collective": ended[-1] if ended else -1,
                 }
         config = {
-            group.split()[0]: {
-                "name": group.split()[0],
-                "desc": group.split()[1],
-                "ranks": str(list(self.groups[group])),
-            }
+            name: {"name": name, "desc": desc, "ranks": str(list(self.groups[group]))}
             for group in of
+            for name, desc in [self.shown(group)]
         }
         return {
             "version": "2.9",
@@ -238,7 +246,7 @@ class Job:
         return {
             "record_id": index,
             "pg_id": 3 * of.index(call.group),
-            "process_group": call.group.split(),
+            "process_group": self.shown(call.group),
             "profiling_name": f"nccl:{name}",
             "collective_seq_id": 0 if is_p2p else call.seq,
             "p2p_seq_id": call.seq if is_p2p else 0,
@@ -333,11 +341,40 @@ def test_real_dumps_without_those_of_the_faulty_ranks(name: str) -> None:
     assert {one.state for one in where.suspects} == {"no dump"}
 
 
+@pytest.mark.parametrize("name", ["fr_same_names_tp2dp2", "fr_same_names_tp4dp2"])
+@pytest.mark.parametrize("without", ["", "ranks", "dump"])
+def test_disjoint_groups_of_one_name_are_apart(name: str, without: str) -> None:
+    """Up to torch 2.9 the disjoint groups of a DeviceMesh have one name. A rank whose dump does not
+    list the ranks is in that group of the name which the others list with it."""
+    document = json.loads((DATA / f"{name}.json").read_text())
+    dumps = {int(rank): dump for rank, dump in document["ranks"].items()}
+    (guilty,) = document["ground_truth"]
+    if without == "dump":
+        del dumps[guilty]
+    elif without == "ranks":
+        for config in dumps[guilty]["pg_config"].values():
+            config["ranks"] = "[]"
+    where = found(dumps)
+    (suspect,) = where.suspects
+    assert (suspect.rank, suspect.state) == (
+        guilty,
+        "no dump" if without == "dump" else "not entered",
+    )
+    assert suspect.group.endswith("mesh_tp")
+    assert {one.rank for one in where.waiting} == {*map(int, document["ranks"])} - {guilty}
+
+
 # --- simulated jobs -------------------------------------------------------------------------------
 @settings(max_examples=150, deadline=None)
-@given(data=st.data(), layout=LAYOUTS, num=st.integers(1, 3), only_active=st.booleans())
+@given(
+    data=st.data(),
+    layout=LAYOUTS,
+    num=st.integers(1, 3),
+    only_active=st.booleans(),
+    has_mesh_names=st.booleans(),
+)
 def test_stopped_ranks_are_named_if_each_call_is_waited_for(
-    data: st.DataObject, layout: Layout, num: int, only_active: bool
+    data: st.DataObject, layout: Layout, num: int, only_active: bool, has_mesh_names: bool
 ) -> None:
     calls = Job(layout, {}).num_calls_min - 1
     ranks = data.draw(
@@ -348,7 +385,7 @@ def test_stopped_ranks_are_named_if_each_call_is_waited_for(
         )
     )
     stopped = {rank: data.draw(st.integers(1, calls)) for rank in sorted(ranks)}
-    job = Job(layout, stopped)
+    job = Job(layout, stopped, has_mesh_names=has_mesh_names)
     job.run()
     reached = sorted(rank for rank, at in stopped.items() if job.completed[rank] == at)
     dumps = {rank: job.dump(rank, only_active=only_active) for rank in range(layout.num_ranks)}
@@ -812,14 +849,58 @@ def test_a_file_that_is_too_long(
     assert "longer than 1 MiB" in refused(capsys, tmp_path / "dump_0")[0]
 
 
-def test_one_broken_file_of_a_folder_may_be_left_out(tmp_path: Path, capsys: Captured) -> None:
+NO_DUMPS = {
+    "core.8121": b"\x7fELF\x02\x01\x01" + bytes(4000),
+    "config.json": b'{"model": "gpt", "layers": 24}',
+    "nccl_trace_rank_7": b"",
+}
+"""Other files of a folder of dumps, whose names end in a number or in `.json`."""
+
+
+@pytest.mark.parametrize("cut", [b"", b"\x80\x02}q", b'{"entries": ['])
+def test_what_is_no_dump_in_a_folder_is_a_line(
+    tmp_path: Path, capsys: Captured, cut: bytes
+) -> None:
+    """The rank whose dump is cut off counts as one without a dump."""
+    for rank, one in hung(Layout(2, 2, 1), {3: 4}).items():
+        (tmp_path / f"dump_{rank}").write_bytes(cut if rank == 3 else json.dumps(one).encode())
+    for name, data in NO_DUMPS.items():
+        (tmp_path / name).write_bytes(data)
+    for paths in ([tmp_path], sorted(tmp_path.iterdir())):
+        answer = answered(capsys, *paths)
+        assert [(one["rank"], one["state"]) for one in answer["suspects"]] == [(3, "no dump")]
+        assert (answer["ranks"], answer["missing"]) == (4, [3])
+        assert len(answer["left_out"]) == 1 + len(NO_DUMPS)
+        assert all(line.startswith(f"{tmp_path}/") for line in answer["left_out"])
+    assert run_command(["locate", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("left out ") for line in lines) == 1 + len(NO_DUMPS)
+    assert max(len(line) for line in lines if str(tmp_path) not in line) <= 100
+
+
+def test_many_files_that_are_no_dumps_are_counted(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "dump_0").write_text(json.dumps(dump(entry(1))))
-    (tmp_path / "dump_1").write_bytes(b"\x80\x02}q")
+    for number in range(9):
+        (tmp_path / f"core.{8000 + number}").write_bytes(b"\x7fELF")
+    assert run_command(["locate", str(tmp_path)]) == 0
+    assert "left out   and 4 more files" in capsys.readouterr().out
+
+
+def test_a_broken_dump_in_a_file_of_all_ranks_is_left_out(tmp_path: Path, capsys: Captured) -> None:
+    dumps: dict[int, Any] = {**hung(Layout(2, 2, 1), {3: 4}), 3: {"entries": 7}}
+    (tmp_path / "all.json").write_text(json.dumps({"ranks": dumps}))
+    answer = answered(capsys, tmp_path / "all.json")
+    assert answer["missing"] == [3]
+    (line,) = answer["left_out"]
+    assert "not a flight-recorder dump of rank 3: " in line
+
+
+def test_a_folder_without_any_dump_is_refused(tmp_path: Path, capsys: Captured) -> None:
+    for name, data in NO_DUMPS.items():
+        (tmp_path / name).write_bytes(data)
     error, hint = refused(capsys, tmp_path)
-    assert error.endswith(
-        "dump_1: cut off, or not a flight-recorder dump: pickle data was truncated"
-    )
-    assert hint.startswith("hint: leave it out")
+    assert "config.json: not a flight-recorder dump" in error
+    assert hint.startswith("hint: give the files that torch's flight recorder wrote")
 
 
 # --- dumps of several folders --------------------------------------------------------------------

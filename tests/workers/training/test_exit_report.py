@@ -315,6 +315,7 @@ def test_a_rank_reports_its_cause_and_its_peers_name_the_lost_peer(
     )
     assert (report.generation, report.iteration) == (1, 1)
     assert report.rule
+    assert report.can_pass
     assert "ConnectionRefusedError: [Errno 111] Connection refused" in report.text
     assert report.text.endswith("ValueError: the batch could not be made\n")
     assert driver.processes.pop(1).popen.wait(20) == 1, driver.story()

@@ -44,7 +44,7 @@ def wait_for_hang(driver: Driver, folder: Path, ranks: list[int]) -> HangLocatio
         for old in (folder / "dumps").glob("*.json"):
             old.unlink()
         request_dumps(driver, folder / "dumps", ranks)
-        found = locate(read_files([folder / "dumps"]))
+        found = locate(read_files([folder / "dumps"]).dumps)
         if found.verdict != "none":
             return found
         assert time.monotonic() < last_s, driver.story()
@@ -95,7 +95,7 @@ def test_dump_requests_harm_no_healthy_rank(drive: Callable[..., Driver], tmp_pa
     driver.form(RANKS)
     for turn in range(5):
         request_dumps(driver, tmp_path / f"dumps-{turn}", RANKS)
-        assert locate(read_files([tmp_path / f"dumps-{turn}"])).verdict == "none"
+        assert locate(read_files([tmp_path / f"dumps-{turn}"]).dumps).verdict == "none"
     driver.finish(RANKS)
 
 

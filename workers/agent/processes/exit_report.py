@@ -114,6 +114,8 @@ def cause_of_error(report: RankErrored) -> Verdict:
         report.rule,
         report.second_hand,
         clipped(line or (lines[-1] if lines else report.error)),
+        peer=report.peer,
+        can_pass=report.can_pass,
     )
 
 
@@ -272,6 +274,8 @@ class ExitReporter:
             rule=cause.rule,
             cause=redact(cause.line),
             second_hand=cause.second_hand,
+            can_pass=cause.can_pass,
+            peer=cause.peer,
         )
 
     def _find_cause(

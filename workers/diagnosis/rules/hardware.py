@@ -27,34 +27,52 @@ MACHINE_RULES = (
             (
                 "machine-check",
                 "machine check|hardware error]",
-                r"machine check exception|fatal machine check|hardware error\]: .{0,40}uncorrected",
+                r"machine check exception|fatal machine check|hardware error\]: .{0,40}uncorrected"
+                r"|event severity: fatal",
             ),
             (
                 "pcie-fatal",
-                "(fatal)|pcie bus error",
-                r"uncorrect(?:ed|able) \(fatal\)(?! error(?:s|\(s\))? ?: ?0)",
+                "(fatal)|pcie bus error|pciehp",
+                r"uncorrect(?:ed|able) \(fatal\)(?! error(?:s|\(s\))? ?: ?0)"
+                r"|pciehp: slot\(\S{1,12}\): (?:link down|card not present)",
             ),
             (
                 "disk-lost",
-                "disk failure on|failing i/o|failing array|reset failure|removing after probe",
-                r"disk failure on \S{1,60} detected|no available path - failing i/o"
-                r"|nvme\d{1,3}: (?:disabling device after reset|removing after probe) failure",
+                "disk failure on|failing i/o|failing array|nvme|offline device|dead device|offlined",
+                r"disk failure on \S{1,60}(?: detected|, disabling)|no available path - failing i/o"
+                r"|nvme\d{1,3}: (?:disabling (?:device|controller) after reset|removing after probe)"
+                r" fail\w{3,4}|nvme\d{1,3}: (?:device not ready; aborting|failed to (?:reset|set up)|reset"
+                r"(?:ting)? (?:controller )?failed|controller is dead|device is dead)"
+                r"|rejecting i/o to (?:offline|dead) device|device offlined",
             ),
             (
                 "disk-error",
-                "i/o error|medium error|controller is down|reset controller|disable controller",
+                "i/o error|medium error|controller is down|reset controller|disable controller"
+                "|critical warning|smart self-check|smart health",
                 r"(?:blk_update_request|critical (?:medium|target)|buffer i/o error|print_req_error)"
                 r".{0,40}(?:error|dev)|i/o error, dev |log i/o error|i/o error while writing superblock"
-                r"|critical medium error|nvme\d{1,3}: (?:controller is down; will reset"
-                r"|i/o .{0,60}timeout, (?:reset|disable) controller)",
+                r"|critical medium error|device: .{0,60}critical warning \(0x(?!00)|failed smart self-check|nvme\d{1,3}: (?:controller is down; will reset"
+                r"|i/o .{0,60}timeout, (?:reset|disable) controller)"
+                r"|nvme\d{1,3}n\d{1,3}: .{0,60}, i/o error \(sct",
             ),
+            # a node that its scheduler takes out, a process there that nothing can end
             (
                 "node-failed",
                 "node fail|due to node failure|node_fail|not responding|notready"
                 "|node not ready|nodelost|marked dead|marked as dead|lost communication with"
-                "|is unreachable|preempt|pre-empt|node it was running on",
+                "|is unreachable|preempt|pre-empt|node it was running on|shutting down|shutdown"
+                "|kill task failed|not ending with signals|prolog|epilog|kubelet stopped|nodestatusunknown"
+                "|unhealthynode|node health|spot|set to down|marked down|reboot|system is |nhc|set to ",
                 r"node failure\b|due to node failure|node_fail\b|nodes? \S{1,80} not responding"
                 r"|\bnodenotready\b|node \S{1,80} (?:is |status is now: )?(?:notready|not ready)"
+                r"|\bnode (?:\S{1,80} )?is shutting down|\bnodeshutdown\b|imminent node shutdown|kubelet stopped posting"
+                r"|nodestatusunknown|kill task failed|due to job not ending with signals"
+                r"|(?:pro|epi)log (?:error\b|fail(?:ed|ure)|hung)|unhealthynodeexception"
+                r"|\bnode \S{1,80} has been rebooted|unexpected(?:ly)? reboot|system is (?:going down for"
+                r"|rebooting|powering (?:down|off))|\bnhc\b.{0,80}(?:\berror\b|fail|unable)|set to (?:state )?(?:drain"
+                r"|down)\w{0,4}\b.{0,40}(?:\bnhc\b|fail|error)"
+                r"|\bnode health ?check (?:has )?failed|spot (?:instance )?interruption"
+                r"|nodes? \S{1,80} (?:was |is |been )?(?:set to |marked )down\b"
                 r"|nodelost|node .{0,200}(?:has|was|is|been|beem) marked (?:as )?dead"
                 r"|lost communication with a remote daemon|\bdown\* .{0,80}not responding|\b(?:node"
                 r"|instance|host|machine|vm)s?\b.{0,40}\b(?:was|were|been|being|got) pre-?empted"
@@ -78,14 +96,18 @@ MACHINE_RULES = (
         (
             (
                 "ecc-uncorrectable",
-                "ecc|uncorrectable",
+                "ecc|uncorrectable|sram threshold|poison is|bad page",
                 r"[sd]ram uncorrectable\s{0,40}: ?[1-9]|uncorrectable (?:\w{1,8} )?(?:memory"
                 r"|parity)\b(?!.{0,30}: ?0\b)|uncorrectable ecc|ecc.{0,3}uncorrectable"
-                r"|uncorrectable.{0,30}ecc error"
+                r"|uncorrectable.{0,30}ecc error|uncorrectable (?:[sd]ram|l[12]|hbm\d?) error(?!.{0,10}: ?0)"
+                r"|sram threshold exceeded ?: ?yes|\b[sd]ram uncorrectable error(?!s? ?:)"
+                r"|(?:ecc|[sd]ram|hbm).{0,80}uncorrect(?:ed|able) (?:\w{1,8} )?errors?(?: count)? ?[:=]"
+                r" ?[1-9]"
                 r"|double[- ]bit ecc|ecc.{0,20}double[- ]bit|unrecovere?d? ?ecc|uncontained ecc"
                 r"|ecc (?:page|row).{0,30}(?:fail|pending)"
                 # amdgpu: error counts of a block of the GPU
-                r"|[1-9]\d{0,9} (?:new )?uncorrectable hardware errors? detected in (?!total)",
+                r"|[1-9]\d{0,9} (?:new )?uncorrectable hardware errors? detected in (?!total)"
+                r"|\bpoison is (?:consumed|created)|bad pages? .{0,30}(?:reach|exceed)\w{0,3} .{0,12}threshold",
             ),
             (
                 "ecc-double-bit",
@@ -96,7 +118,7 @@ MACHINE_RULES = (
                 "ecc-remap-failed",
                 "remap|retirement|retired page",
                 r"row[- ]remap\w{0,6} (?:failure|failed)(?!\w| ?(?:occurred ?)?: ?(?:no|0))"
-                r"|remapping failure occurred ?: ?yes|(?:page )?retirement (?:failure|failed)",
+                r"|remapping failure occurred\s{0,20}: ?yes|(?:page )?retirement (?:failure|failed)",
             ),
             (
                 "ecc-host-memory",
@@ -133,16 +155,20 @@ MACHINE_RULES = (
             ),
             (
                 "fabric-manager",
-                "fabric|multicast team|gpu handle|imex",
+                "fabric|multicast team|gpu handle|imex|xgmi|nvlink sharp",
                 r"aborting fabric manager|failed to find the gpu handle|multicast team request"
                 r"|fabric ?manager.{0,80}(?:\berror\b|failed|exited|not (?:running|active)|abort)"
                 r"|error in the fabric manager|fabric (?:state|health).{0,20}(?:fail|unhealthy)"
-                r"|imex.{0,60}(?:error|fail)",
+                r"|fail\w{0,4} .{0,30}\bxgmi\b|bind\w{0,3} nvlink sharp|fabric (?:state|health) is not (?:healthy|completed)|imex.{0,60}(?:error|fail|degraded"
+                r"|unavailable|unhealthy)|\bxgmi\b.{0,60}(?:fatal|\berror\b(?!.{0,12}: ?0)|link (?:is )?down"
+                r"|failed)",
             ),
             (
                 "nvlink-failed",
-                "nvlink",
-                r"fail\w{0,4} to \w{1,12} nvlink|nvlink.{0,80}(?:fatal|fail"
+                "nvlink|nvl link",
+                r"\bnvl link \d{1,3} (?:is )?(?:in )?(?:disabled|inactive|down|failed)"
+                r"|nvlink\w{0,24}: gpu \S{1,12} unhealthy|nvlink_(?:down|crc_\w{4,8}_threshold"
+                r"|error_(?:threshold|critical))|fail\w{0,4} to \w{1,12} nvlink|nvlink.{0,80}(?:fatal|fail"
                 r"|fault|link (?:\d{1,2} )?(?:is )?(?:currently )?down|inactive|timed? ?out|lane error"
                 r"|flit error|crc error|replay error|recovery error)",
             ),
@@ -170,14 +196,21 @@ MACHINE_RULES = (
             ),
             (
                 "memory-registration",
-                "reg_mr|reg_dmabuf_mr|umem|register|gdr_pin|regmr| mr",
+                "reg_mr|reg_dmabuf_mr|umem|register|gdr_pin|regmr| mr|_p2p_",
                 r"ibv_reg_(?:dmabuf_)?mr\w{0,12}.{0,90}(?:fail|error|bad address|cannot)"
                 r"|umem.{0,6}get\S{0,4}:? failed|get_user_pages.{0,20}fail|umem get failed"
                 r"|register\w{0,8} ?(?:rdma|gpu|gpu mr|mr|memory region)\w{0,16}\b.{0,20}(?:fail|error)"
                 r"|(?:couldn't|failed to|unable to|cannot) (?:register|create|allocate"
                 r"|reg) .{0,20}(?:gpu|memory region|\bmr\b|rdma mem)|(?:fail\w{0,4}"
                 r"|unable) to register memory\b.{0,60}(?:bad address|for device)"
-                r"|gdr_pin_buffer.{0,20}fail",
+                r"|gdr_pin_buffer.{0,20}fail|nv(?:idia)?_p2p_\w{3,20}.{0,60}(?:fail|error)",
+            ),
+            # GPUDirect Storage: the kernel module; its library's log is software (cufile)
+            (
+                "direct-storage",
+                "nvidia-fs|nvfs",
+                r"nvidia-fs ?:.{0,120}(?:fail|error -?[1-9]|unable|cannot)|\bnvfs_\w{3,40}.{0,80}(?:fail"
+                r"|error -?[1-9])",
             ),
             (
                 "peer-memory",
@@ -198,15 +231,16 @@ MACHINE_RULES = (
             ),
             (
                 "gpu-absent",
-                "cuda-capable|no cuda gpus|nodevice|no_device|no nvidia|rocm-capable|no hip gpus",
-                r"no (?:cuda|rocm)-capable device|no (?:cuda|hip) gpus are available|(?:cuda"
+                "cuda-capable|tpu |slice_failure|/dev/accel|error interrupt|no cuda gpus|nodevice|no_device|no nvidia|rocm-capable|no hip gpus",
+                r"tpu (?:driver |device )?initialization failed|slice_failure_\w|tpu session error"
+                r"|/dev/accel\d.{0,60}fatal error|received error interrupt! fatal: true|no (?:cuda|rocm)-capable device|no (?:cuda|hip) gpus are available|(?:cuda"
                 r"|hip)errornodevice|cuda_error_no_device|found no nvidia driver|no nvidia (?:gpu|driver"
                 r"|graphics adapter)",
             ),
             (
                 "nvml-failed",
-                "nvml|nvidia-smi has failed|driver/library",
-                r"failed to initialize nvml|driver/library version mismatch|nvidia-smi has failed"
+                "nvml|nvidia-smi has failed|driver/library|driver not ",
+                r"(?:amdgpu|rocm|nvidia(?!-fs)|\bgpu).{0,80}driver not (?:loaded|initialized)|failed to initialize nvml|driver/library version mismatch|nvidia-smi has failed"
                 r"|nvml(?:_error_|error_?)(?:gpu_?is_?lost|driver_?not_?loaded|lib_?rm_?version"
                 r"|reset_?required|gpu_?not_?found)|nvmlinit.{0,40}fail",
             ),
@@ -225,14 +259,49 @@ MACHINE_RULES = (
             ),
             (
                 "driver-init",
-                "rminitadapter|rm_init_adapter|nvidia_drm|nvidia-drm|nvidia: probe",
+                "rminitadapter|rm_init_adapter|nvidia_drm|nvidia-drm|nvidia: probe|: probe |none of the nvidia",
                 r"nvidia[-_]drm.{0,160}(?:fail|\berror\b)|rminitadapter.{0,40}(?:fail|cannot)"
-                r"|rm_init_adapter failed|nvidia: probe of .{0,40}failed",
+                r"|rm_init_adapter failed|nvidia: probe of .{0,40}failed"
+                r"|nvidia [0-9a-f:.]{7,16}: probe .{0,40}failed|none of the nvidia devices",
             ),
             (
                 "driver-locked",
                 "rc watchdog|gpu is probably locked|gpu requires reset|err_reset_required"
                 "|gpu reset required|node reboot required",
+            ),
+            # the container runtime, when it asks the driver for the GPUs; what an image requires of the
+            # driver is software
+            (
+                "container-gpu",
+                "nvidia-container-cli|unresolvable cdi",
+                r"nvidia-container-cli\S{0,5}: (?:initialization|detection|device|driver) error"
+                r"|nvidia-container-cli\S{0,5}: .{0,200}/(?:dev|proc/driver)/nvidia"
+                r"|unresolvable cdi devices? \S{0,12}(?:nvidia|amd)\.com/gpu",
+            ),
+            # a scheduler that finds fewer GPUs than the node has
+            (
+                "gpu-count",
+                "devices unavailable|no healthy devices|gres/gpu|unhealthy|device plugin|allocation devices",
+                r"allocate failed due to device plugin|error getting list of preferred allocation devices"
+                r"|devices unavailable for \S{0,4}(?:nvidia|amd|gpu\.intel|habana)\S{0,6}/"
+                r"|no healthy devices.{0,80}(?:gpu|nvidia|amd\.com)|gres/gpu\S{0,20} count (?:reported )?(?:lower|too low)"
+                r"|(?:\bgpu|nvidia\.com/gpu|device)\S{0,60} ?(?:has been |is |was |will go |went |marked "
+                r"){1,2}(?:as )?unhealthy",
+            ),
+            (
+                "persistence-daemon",
+                "nvidia-persistenced",
+                r"persistenced.{0,80}(?:fail|\berror\b|unable)",
+            ),
+            # health tools: NVRx, DCGM
+            (
+                "health-check",
+                "health check|healthcheck|recovery action|requires a|reduced capacity|health system"
+                "|peer-to-peer traffic|dcgm|fail - gpu",
+                r"\bgpu\S{0,3} (?:\S{1,20} )?health ?check (?:has )?failed|\bgpu \S{1,40}: (?:requires (?:a"
+                r" reset|a node reboot|peer-to-peer)|operating at reduced capacity)"
+                r"|health ?check failed for device|\| fail - gpu|\bdcgm\w{0,4}\b.{0,60}\bfail(?:ed|ure)?\b(?! ?[:=] ?0)|recovery action (?:is|was|:|=|required:?) ?\W?(?:gpu|node|drain)[ _]?(?:reset|reboot|and"
+                r"|p2p)|detected a failure in health system (?!nvlink|infiniband)",
             ),
             (
                 "pcie-gpu",
@@ -247,9 +316,18 @@ MACHINE_RULES = (
                 "amdgpu|vram is lost|qcm fence|hw exception by gpu",
                 r"gpu reset begin|vram is lost|gpu reset\(\d{1,4}\) failed|(?:asic"
                 r"|mode[12]) reset failed|gpu reset end with ret = -?[1-9]|gpu recovery failed"
-                r"|hw exception by gpu|failed to respon(?:d to|se) msg|ring \S{2,16} (?:timeout|(?:test"
+                r"|hw exception by gpu|failed to respon(?:d to|se) msg|ring \S{1,16} (?:timeout|(?:test"
                 r"|reset) failed)|qcm fence wait loop timeout|be in (?:an )?unrecoverable state"
-                r"|ip block:\w{2,20} is hung",
+                r"|ip block:\w{2,20} is hung|failed to terminate tmr",
+            ),
+            # queues that the scheduler of the GPU (MES, HWS) does not give back
+            (
+                "amd-queue",
+                "queue|kfd|cp gfx|suspend process",
+                r"fail\w{0,4} to (?:remove|evict|restore|resume|suspend|unmap|preempt|map|add) (?:\w{1,10} ){0,3}queues?\b"
+                r"|queues? preemption (?:time|fail|unsuccess)|unsuccessful queues? preemption"
+                r"|failed to (?:quiesce|suspend|resume|evict) (?:kfd|process pid)|freeing queue vital buffer"
+                r"|failed to halt cp gfx|hiq mqd's queue_doorbell",
             ),
             # SMU and PSP: the GPU's power and security processors
             (
@@ -307,7 +385,7 @@ MACHINE_RULES = (
                 "cuda-illegal-address",
                 "illegal memory access|illegaladdress|illegal_address|misaligned"
                 "|warp illegal address|out of range address|memory access fault by gpu"
-                "|invalid address space|invalid __global__|invaliddeviceaddress",
+                "|invalid address space|invalid __global__|invaliddeviceaddress|aperture_violation",
             ),
             (
                 "amd-page-fault",
@@ -329,8 +407,9 @@ MACHINE_RULES = (
         (
             (
                 "oom-killer",
-                "oom|out of memory|memory cgroup|memory limit",
-                r"oom[-_ ]?kill|out of memory: kill|cgroup out of memory|\boomkilled\b|oom_reaper: reaped"
+                "oom|out of memory|memory cgroup|memory limit|memory pressure|outofmemory|low on memory",
+                r"system oom encountered|killed due to memory pressure|ray\.exceptions\.outofmemory"
+                r"|node running low on memory|oom[-_ ]?kill|out of memory: kill|cgroup out of memory|\boomkilled\b|oom_reaper: reaped"
                 r"|task \d{1,7}: out of memory|out_of_memory state|exceeded (?:\w{3,4} )?memory limit",
             ),
             (
@@ -356,19 +435,22 @@ MACHINE_RULES = (
         (
             (
                 "cuda-out-of-memory",
-                "out of memory|outofmemory|out_of_memory|memory_allocation",
-                r"cuda.{0,30}out of memory|outofmemoryerror|cuda_error_out_of_memory"
+                "out of memory|outofmemory|out_of_memory|memory_allocation|resource_exhausted",
+                r"resource_exhausted: .{0,60}out of memory|\(gpu_\d{1,3}\w{0,8}\) ran out of memory|cuda.{0,30}out of memory|outofmemoryerror|cuda_error_out_of_memory"
                 r"|cudaerrormemoryalloc|hip out of memory",
             ),
             (
                 "cuda-error",
-                "cuda|hip error|hip failure|nvrtc|launch failure|device-side assert"
+                "cuda|hip error|hip failure|hiperror|nvrtc|launch failure|device-side assert|aicore|npu func"
+                "|synapse|synstatus|habana exc"
                 "|hsa_status_error|nccl warn hip",
                 r"cuda[- ](?:runtime |driver |kernel )?(?:error|failure"
-                r"|exception)|cudaerror(?!_t|string|notready|\s?=|\()\w{3}|cuda_error_(?!handl"
+                r"|exception)|cuda call failed|hiperror(?!_t|string|notready|nodevice)\w{3}|cudaerror(?!_t|string|notready|\s?=|\()\w{3}|cuda_error_(?!handl"
                 r"|not_ready)\w{3}|unhandled cuda|ncclunhandledcuda|thcudacheck fail|== cudasuccess"
                 r"|cuda-capable devices? ?(?:\(s\))? (?:is/)?are busy|hip (?:error|failure)"
                 r"|cuda initialization: |nvrtc_error|nvrtc: err|unspecified launch failure"
+                r"|aicore (?:execution )?(?:exception|times? ?out|error)|npu function error"
+                r"|synapse error|\bsynstatus ?= ?(?:synstatus )?[1-9]|habana exception"
                 r"|device-side assert|cuda ?malloc.{0,20}fail|triton error|cuda unknown error"
                 r"|\bhsa_status_error|nccl warn hip\w{3,40} failed",
             ),
@@ -405,17 +487,19 @@ MACHINE_RULES = (
 #
 # Source: NVIDIA's catalogue of XIDs, r590; the complete table is tests/data/xid_catalog.csv. The
 # status follows from the "immediate action" of the catalogue. Reset, reboot and replace mean a
-# fault of the GPU or link; "restart the application" a CUDA error; "ignore" that it is harmless.
+# fault of the GPU or link; "restart the application" a CUDA error; "ignore" that it is harmless. The
+# catalogue gives no action for 162 to 172. 162 to 165 tell of the power smoothing's wear, and 170 of an
+# interrupt; 171 and 172 add to 48; in 166 to 169 the device or its link has failed by the description.
 
 _SPANS = {
     statuses.GPU_DRIVER_ERRORS: "1-7 9-10 12 15-24 26-30 33-36 42 46-47 49-59 61-62 65 73 78-79 81 87 90-91 109-120 "
-    "122-125 138 143 151 158 162",
-    statuses.CUDA_ERRORS: "8 11 25 32 39-41 43 60 68-72 75-77 80 82-86 88-89 96-105 126-135 139 142 159 163-172",
+    "122-125 138 143 151 158 167-169",
+    statuses.CUDA_ERRORS: "8 11 25 32 39-41 43 60 68-72 75-77 80 82-86 88-89 96-105 126-135 139 142 159",
     statuses.ILLEGAL_MEMORY_ACCESS: "13 31",
-    statuses.ECC_ERRORS: "48 64 94-95 140 156 160",
-    statuses.NVLINK_ERRORS: "74 136 144-150 155",
+    statuses.ECC_ERRORS: "48 64 94-95 140 156 171-172",
+    statuses.NVLINK_ERRORS: "74 136 144-150 155 166",
     statuses.EXITED_ABNORMALLY: "45",
-    "": "14 37-38 44 63 66-67 92-93 106-108 121 137 141 152-154 157 161",
+    "": "14 37-38 44 63 66-67 92-93 106-108 121 137 141 152-154 157 160-165 170",
 }
 
 

@@ -3,7 +3,7 @@
 import re
 from typing import NamedTuple
 
-from .rule import DEVICE
+from .rule import DEVICE, FABRIC, HARDWARE
 
 
 class IgnoreRule(NamedTuple):
@@ -27,41 +27,59 @@ LEVEL_COLUMNS = 200
 LEVEL = re.compile(
     r"(?<![\w.=/'\"-])(?:INFO|DEBUG|TRACE)(?![\w=])(?!:? ?(?:task |rcu|kernel))"
     r"(?!.{0,4}\[rank\d{1,6}\]: )"
-    r"|(?:^|[\s\[:\]])I(?:\d{3,4} \d\d:\d\d:|\s[\w.]{1,40}\.(?:cpp|h|cc|py|go):\d)"
+    r"|(?:^|[\s\[:\]])I(?:\d{3,4} \d\d:\d\d:|\s[\w.]{1,40}\.(?:cpp|h|cc|py|go):\d"
+    r"| \d{1,8} \d{1,8}\])"  # Ray
 )
 
 LAST_TRY = re.compile(r"\bretrying \((\d{1,4})/\1\)")
 """The last retry has failed: such a line is classified at any log level."""
 
+# A rule matches the harmless message, not a word of it: a fault may have the same word, or be
+# counted in the same line.
 IGNORE_RULES = (
+    # not where another count of the same line is over 0
     _ignore(
         "count-of-none",
         "error|failure",
+        r"^(?!.{0,1000}(?:errors?|failures?)(?:\(s\))?(?: ?count\w{0,3})?\s{0,2}[:=]\s{0,3}[1-9])"
+        r".{0,1000}?(?:"
         r"(?:errors?|failures?)(?:\(s\))?(?: ?count\w{0,3})?\s{0,2}[:=]\s{0,3}0(?![\w.])"
-        r"|(?<!gpu )(?<!device )(?<!rank )(?<!link )(?<!port )(?<![\d.])\b0 (?:[\w-]{1,20} "
-        r"){0,2}errors\b|\b(?:no|zero|without)(?: any)? (?:[\w-]{1,20} ){0,2}errors\b",
+        r"|(?<!gpu )(?<!device )(?<!rank )(?<!link )(?<!port )(?<!node )(?<!worker )(?<!process )"
+        r"(?<!step )(?<!slot )(?<!stage )(?<!task )(?<![\d.])\b0 (?:[\w-]{1,20} "
+        r"){0,2}errors\b|\b(?:no|zero|without)(?: any)? (?:[\w-]{1,20} ){0,2}errors\b)",
+    ),
+    _ignore(
+        "none-of-them",
+        "0 |no |zero |none ",
+        r"^(?!.{0,1000}\b[1-9]\d{0,8} (?:\S{1,20} ){0,4}(?:timed out|timeouts|killed|crashed|unhealthy"
+        r"|aborted|hung|stalled|died)\b).{0,1000}?(?:^|[,;:(|=] ?|\b(?:with|had|found|and|of|are) )(?:0|no|zero|none) (?:of [\d,]{1,12} )?(?:[\w-]{1,20} ){0,2}"
+        r"(?:timed out|timeouts|killed|crashed|unhealthy|aborted|hung|stalled|died)\b",
     ),
     _ignore(
         "launcher-stops",
         "closing signal|death signal|forcefully exit|terminating job step"
-        "|job step aborted|keyboardinterrupt|sigterm|sigint",
-        r"closing signal sig|death signal|via (?:sig|signals\.sig)(?:term|kill|int)"
-        r"|terminating job step|job step aborted|keyboardinterrupt|received sig(?:term|int)"
-        r"|caught sig(?:term|int)|sig(?:term|int)\)? received|received signal (?:15|2)\b",
+        "|job step aborted|keyboardinterrupt|sigterm|sigint|killing subprocess",
+        r"closing signal sig|death signal"
+        r"|(?:shut ?down|stop\w*|exiting|killing|sending) .{0,60}via (?:sig|signals\.sig)(?:term|kill"
+        r"|int)|terminating job step|job step aborted|keyboardinterrupt|received sig(?:term|int)"
+        r"|caught sig(?:term|int)|sig(?:term|int)\)? received|received signal (?:15|2)\b"
+        r"|killing subprocess \d",
+        depth_max=HARDWARE,
     ),
     # a job preempted by its scheduler exits as planned; a preempted node is lost (node-failed)
     _ignore(
         "planned-end",
         "cancelled|due to preemption|time limit|requeue",
         r"cancelled at (?!.{0,60}node failure)|due to (?:time limit|preemption|job requeue)"
-        r"|time limit",
+        r"|(?:job|wall ?clock|wall|run) ?time limit",
     ),
     _ignore("task-terminated", "terminated", r"srun: error: .{0,60}: terminated\s*$"),
     _ignore(
         "corrected",
-        "correct|edac|ce error",
-        r"\bcorrect(?:ed|able) .{0,20}error"
-        r"|severity=corrected|\d ce (?:error|memory)|error\(s\) corrected|single[- ]bit",
+        "correct|edac|ce error|single",
+        r"^(?!.{0,1000}(?:uncorrect(?:ed|able)|double[- ]bit|\bue\b)).{0,1000}?"
+        r"(?:\bcorrect(?:ed|able) .{0,20}error"
+        r"|severity[=:] ?corrected|\d ce (?:error|memory)|error\(s\) corrected|single[- ]bit)",
     ),
     _ignore(
         "nonfatal",
@@ -72,8 +90,8 @@ IGNORE_RULES = (
     _ignore(
         "link-up",
         "link",
-        r"link (?:is |becomes |status |now )?(?:definitely )?(?:up\b|ready"
-        r"|not ready)|sata link|link is not ready|usb .{0,40}link",
+        r"\blink (?:is |becomes |status |now )?(?:definitely )?(?:up\b|ready"
+        r"|not ready)(?!.{0,80}(?:\bdown|fail|lost|error))|sata link|usb .{0,40}link",
     ),
     _ignore("plugged", "cable plugged|insufficient power"),
     _ignore(
@@ -85,30 +103,43 @@ IGNORE_RULES = (
     _ignore(
         "recovered",
         "restored|recovered|reconnected|: server|is back|normal",
-        r"connection (?:was |is )?restored|nfs: server \S{1,80} ok\b|successfully (?:recovered|"
+        r"connection (?:was |is )?restored|nfs: server \S{1,80} ok\b|(?<!not )(?<!be )successfully (?:recovered|"
         r"reconnected)|temperature(?:/speed)? (?:is )?(?:back to )?normal",
     ),
     _ignore(
         "throttled",
         "throttled|above threshold",
         r"clock(?:s)? throttled|temperature above threshold",
+        depth_max=HARDWARE,
     ),
     _ignore(
         "boot",
         "systemd|acpi|spi-nor|nmi watchdog|dmar:|audit:|pci |edac|io scheduler|i2c|usb ",
         r"systemd(?:\[|-generators|-journald|-fstab|-modules|-udevd)(?!.{0,200}(?:oom|killed"
-        r"|carrier|nvidia|fabric))|acpi (?:error|warning|bios)|spi-nor|nmi watchdog: enabled"
+        r"|carrier|nvidia|fabric|mount|imex))|acpi (?:error|warning|bios)|spi-nor"
+        r"|nmi watchdog: enabled"
         r"|audit: |dmar: (?:iommu|host|drhd base|rmrr|atsr|intel)|\busb \d|i2c i2c"
-        r"|edac .{0,30}(?:no |ver|giving)",
+        r"|edac .{0,30}\b(?:no |ver\b|giving)",
     ),
     # NVIDIA's developers: "That diagnostic is harmless" (Mellanox/nv_peer_memory, thread 120)
     _ignore("peermem-news", "detected invalid context, skipping"),
     _ignore(
         "missing-plugin",
         "plugin|symbol|iommu=pt|libnccl-net|libibverbs|load driver",
-        r"net/plugin|tuner/plugin|(?:could not find|failed to (?:find|open)).{0,40}(?:plugin"
-        r"|libnccl|symbol|libibverbs)|couldn.t load driver|missing .iommu=pt|no plugin found",
+        r"(?:net|tuner)/plugin(?!.{0,160}(?:fail\w{0,4} to init|internal error))"
+        r"|(?:could not find|failed to (?:find|open)).{0,40}(?:plugin"
+        r"|libnccl|symbol|libibverbs)|libibverbs.{0,60}couldn.t load driver|missing .iommu=pt"
+        r"|no plugin found",
     ),
+    # libfabric looks for each library that it could use
+    _ignore(
+        "library-optional",
+        "gdrcopy|dlopen|hmem",
+        r"disabling gdrcopy|gdrcopy\w{0,20} (?:init )?failed|(?:hmem|dl)_init\S{0,20}<warn>"
+        r"|<warn>.{0,60}(?:dlopen|hmem capability)",
+    ),
+    # a reader of counters asks for registers that the port's firmware keeps to itself
+    _ignore("register-denied", "access_reg", r"mlx\d_cmd_\w{3,12}:.{0,60}access_reg\S{0,10} "),
     _ignore("address-family", "errno: 97|hostname of the client socket cannot be"),
     # torch tries localhost by IPv6 first, then by IPv4
     _ignore(
@@ -124,23 +155,27 @@ IGNORE_RULES = (
         # a progress bar does not end its line: later output follows its bracket
         r"iteration +\d{1,9}/ *\d|consumed samples|\d(?:it/s|s/it)\b"
         r"(?!.{0,300}\] ?\[?[a-z])",
+        depth_max=FABRIC,
     ),
+    # of gradients; a table of the kernel overflows too
     _ignore(
         "overflow-skipped",
-        "overflow|skipping step",
-        r"overflow!|skipping step|overflow\. skipping|loss scale.{0,30}reduc",
+        "overflow|skipping step|loss scale",
+        r"(?:grad\w{0,6}|deepspeed\]?|fp16|bf16|amp|optimizer)\S{0,3} overflow"
+        r"|overflow\S? .{0,20}skipping|skipping step|loss scale.{0,30}reduc",
+        depth_max=FABRIC,
     ),
     _ignore(
         "teardown",
-        "exception ignored|leaked|has not been destroyed|destroy_process_group"
-        "|abort complete|destroy complete",
+        "exception ignored|leaked|has not been destroyed|abort complete|destroy complete",
         r"exception ignored|leaked (?:semaphore|shared_memory)|has not been destroyed"
-        r"|destroy_process_group|(?:abort|destroy) complete",
+        r"|(?:abort|destroy) complete",
     ),
+    _ignore("teardown-told", "destroy_process_group", depth_max=FABRIC),
     _ignore(
         "driver-news",
         "nvrm: loading|nvlink|nvswitch|nv_assert|nvassert|nvcheck",
-        r"nvrm: loading|link training completed|nvlink driver (?:open|close)"
+        r"nvrm: loading|link training completed(?!.{0,20}(?:fail|error))|nvlink driver (?:open|close)"
         r"|nvlink core is being|nvlink core, major|nvswitch\d{1,3}: (?:open|using|probing)"
         r"|nvassert(?!.{0,200}err_(?:gpu|reset))|nvcheckok",
     ),
@@ -162,7 +197,7 @@ IGNORE_RULES = (
         "retried",
         "retry|retries|attempts remain",
         r"(?:retry|retries) (?:succeeded"
-        r"|successful)|\bretrying \((?:retry\(|\d{1,4} attempts remain)",
+        r"|successful)|\bretrying \((?:retry\(|\d{1,4} attempts remain)|\bretrying in \d",
     ),
     # the kernel aborts one request; if that fails, it logs "reset controller"
     _ignore(

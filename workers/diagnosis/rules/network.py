@@ -1,4 +1,4 @@
-"""Rules for network errors and timeouts: NCCL, gloo, torch's store, network drivers."""
+"""Rules for network errors and timeouts: NCCL, gloo, torch's store, expert exchange, drivers."""
 
 from ....events.records import statuses
 from .rule import CARRIER, FABRIC, RAISED, rules
@@ -11,16 +11,17 @@ NETWORK_RULES = (
             (
                 "ib-port-error",
                 "port error|port_err|port down|port_down",
-                r"async event.{0,30}port error|port[_ ]err\b|ibv_event_port_err|state:? .{0,10}port_down",
+                r"async (?:error )?event.{0,30}port error|port[_ ]err\b|ibv_event_port_err|state:? .{0,10}port_down",
             ),
             (
                 "link-down",
                 "link|carrier",
-                r"(?:nic|eth\w{0,8}|ib\w{0,8}|en\w{1,16}|bond\w{0,8}|adapter"
+                r"\b(?:nic|hsn\d|cxi\d|eth\w{0,8}|ib\w{0,8}|en\w{1,16}|bond\w{0,8}|adapter"
                 r"|net\w{0,8}|port \d{1,3}|slave \S{1,20})\)?,? ?:? (?:nic |port |physical )?link (?:is "
                 r"|status |has gone |went )?(?:definitely |is )?down\b|nic link is down"
                 r"|link status (?:definitely )?down|lost carrier|carrier (?:lost|is off|down)|link flap"
-                r"|link (?:error recovery|downed)\w{0,10}.{0,20}(?:counter|incre)",
+                r"|link[_ ](?:error[_ ]recovery|downed)\w{0,10}.{0,20}(?:counter(?!.{0,4}\b0)|incre|rose|grew"
+                r"|exceed)",
             ),
             (
                 "link-cable",
@@ -31,11 +32,31 @@ NETWORK_RULES = (
             ("bond-inactive", "without any active interface"),
             (
                 "ib-port-state",
-                "physical_state|phys state|port state|port 1 state|state: ",
+                "physical_state|phys state|port state|port 1 state|state: |from active",
                 r"^\s{0,40}(?:physical )?state: {1,20}(?:down|polling|disabled)\b|state (?:changed to "
-                r"|: )?down\b.{0,30}(?:physical_state|phys)|port \d{1,3} state changed.{0,30}down",
+                r"|: )?down\b.{0,30}(?:physical_state|phys)|port \d{1,3} state changed.{0,30}down"
+                r"|port \d{1,3}.{0,20}state: {0,2}(?:down|polling|disabled)\b|went from active to (?:down|init)"
+                r"|port state .{0,30}\bto .{0,6}(?:down|init|polling|disabled)",
             ),
         ),
+        can_pass=True,
+    ),
+    # each waits for the tokens of the others, so a timeout tells of a wait
+    *rules(
+        statuses.NCCL_TIMEOUT,
+        FABRIC,
+        (
+            (
+                "exchange-timeout",
+                "deep_ep|deepep|mori|uccl|nccl_ep|nccl ep|nvshmem|rocshmem|ibgda|dispatch|combine",
+                r"(?:deep_?ep|\bmori\b|\bmori[:_-]\w|\buccl|\bnccl[_ ]ep\b|nvshmem|rocshmem|ibgda)"
+                r"(?!.{0,160}(?:connect|bootstrap|\btime\w{0,12} ?[=:] ?\d|will time)).{0,160}"
+                r"\b(?:timeout|timed? out)\b"
+                r"|\b(?:dispatch|combine) (?:\S{1,16} ){0,3}(?:receiver?|sender?|forwarder|wait"
+                r"|barrier)\w{0,2} (?:\S{1,16} ){0,2}(?:timeout|timed out)\b",
+            ),
+        ),
+        second_hand=True,
     ),
     *rules(
         statuses.OTHER_NETWORK,
@@ -43,12 +64,26 @@ NETWORK_RULES = (
         (
             (
                 "ib-completion",
-                "completion|vendor err|wc_|retry exc|transport retry",
+                "completion|vendor err|wc_|retry exc|transport retry|syndrome|error cqe",
                 r"got completion (?:from peer )?.{0,90}(?:status ?=|error) ?\d|vendor err \d"
                 r"|ibv_wc_(?!success)\w{3}|(?:transport )?retry (?:count|counter|exc)\w{0,10} ?exceed"
-                r"|retry_exc_err|completion with error",
+                r"|retry_exc_err|completion with error|vendor[_ ]synd\w{0,5} ?:? ?0x|\berror cqe\b"
+                r"|(?:send|receive|recv|work) completion error"
+                r"|poll_one:\d.{0,40}syndrome",
             ),
-            ("ib-call", "ibv_", r"\bibv_\w{2,30}.{0,60}(?:fail|error|unable)"),
+            (
+                "ib-call",
+                "ibv",
+                r"\b(?:ibv_\w{2,30}|\w{0,12}ibverbs\w{0,8}).{0,60}(?:fail|error|unable)",
+            ),
+            # the memory that processes share across nodes: its connections, not its heap
+            (
+                "shmem-transport",
+                "shmem|ibgda|ibrc|transport|init.cu|null value",
+                r"(?:nvshmem|rocshmem|\bibgda|\bibrc).{0,160}(?:fail(?!ed, continuing)|unable|non-zero"
+                r" status: -?[1-9]|\berror\b)|(?:ibgda|ibrc|transport|init)\w{0,12}\.(?:cpp|cu|cc):\d{1,6}"
+                r": (?:non-zero status: -?[1-9]|null value)|init failed for (?:remote )?transport",
+            ),
             (
                 "ib-async-event",
                 "async",
@@ -58,20 +93,45 @@ NETWORK_RULES = (
             (
                 "nic-failed",
                 "mlx|netdev watchdog|hca|efa|bnxt|irdma|tx timeout|tx_timeout|tx unit hang"
-                "|pcie link lost|reset adapter|infiniband ",
+                "|pcie link lost|reset adapter|infiniband |ionic|erdma|hns|cxi|ena |gve |ice |i40e"
+                "|ixgbe|rdma_rxe|siw|hfi1|opa",
                 r"netdev watchdog: .{0,60}timed out|tx[_ ]timeout|tx unit hang|pcie link lost"
-                r"|reset adapter unexpectedly|(?:infiniband \w{2,16}|(?:efa|irdma|mlx\d_core"
-                r"|bnxt_\w\w) [0-9a-f:.]{7,12}): .{0,60}(?:timeout|fail|didn't|isn't ready|not ready"
+                r"|reset adapter unexpectedly|(?:infiniband \w{2,16}|\b(?:efa|irdma|mlx\d_core"
+                r"|bnxt_\w\w|ionic\w{0,5}|erdma|hns3|hns_roce\w{0,6}|ena|gve|ice|i40e|ixgbe|hfi1"
+                r"|cxi\w{0,8}) [0-9a-f:._]{7,12}):? .{0,60}(?:timeout|timed out|fail"
+                r"|didn't|isn't ready|not ready"
                 r"|closed|abort)|mlx\d_\w{0,20}.{0,90}(?:health compromised|fatal error|synd 0x"
                 r"|timeout\. will|command failed|device's health|internal error|failed with error"
-                r"|is down\b)|\b(?:efa|bnxt_en|irdma)\w{0,8}.{0,90}(?:failed|fatal|reset)",
+                r"|is down\b)|\b(?:efa|bnxt_en|irdma)\w{0,8}.{0,90}(?:failed|fatal|reset)"
+                r"|\bcxi\w{0,8}\b.{0,90}(?:fail|\berror\b|fatal|fault|timed? ?out"
+                r"|retry handler)"
+                r"|\bhfi1\b.{0,60}(?:fatal|freeze|fail)",
             ),
             (
                 "ofi-request",
-                "ofi|libfabric|fi_|ucx|ucs_",
+                "ofi|libfabric|fi_|ucx|ucs_|transport error|ptlte|prov/|rxr_|efa_rdm|endpoint timeout",
                 r"(?:net/ofi|libfabric|prov/|rxr_|efa_rdm).{0,120}(?:completed with error|\berr\b|error"
-                r"|unreachable|failed)|ucx +error|ucs_err_|endpoint timeout|unresponsive receiver"
-                r"|(?:net/)?ofi\b.{0,60}(?:couldn't|could not|unable)",
+                r"|unreachable|failed|busy)|ucx +error|ucs_err_|transport error: |endpoint timeout"
+                r"|unresponsive receiver|ptlte_not_found"
+                r"|(?:net/)?ofi\b.{0,60}(?:couldn't|could not|unable|failed|error)"
+                r"|ofi_\w{2,40}.{0,60}(?:fail|error)|\bfi_\w{2,24}(?:\(\))?:? .{0,40}(?:failed|error)"
+                r"|\bucx\b.{0,60}(?:failed|unreachable|timed? ?out)",
+            ),
+            # a table of the kernel is full, or memory for sockets is
+            (
+                "kernel-table-full",
+                "overflow|conntrack|table full|cache|tcp: |orphaned|unregister_netdevice",
+                r"(?:neighbou?r|arp|ndisc|route|dst|fib)\w{0,8} (?:table|cache)\S? (?:overflow|is full"
+                r"|full)|(?:neighbou?r|arp)\w{0,10}: .{0,30}overflow|conntrack: .{0,20}table full"
+                r"|table full, dropping packet|tcp: (?:out of memory|too many orphaned)"
+                r"|unregister_netdevice: waiting for",
+            ),
+            (
+                "scheduler-rpc",
+                "zero bytes|slurm|rpc|munge",
+                r"zero bytes were transmitted|unable to contact slurm|(?:slurm_(?:receive|send|persist|open"
+                r"|msg)\w{0,24}|slurmctld|slurmdbd).{0,120}(?:fail|\berror\b|unable|timed? ?out)(?!.{0,40}"
+                r"(?:invalid|node ))|couldn't forward rpc|ping rpc timeout",
             ),
             (
                 "no-route",
@@ -81,9 +141,41 @@ NETWORK_RULES = (
             ),
             (
                 "name-resolution",
-                "resolution|unknown host|getaddrinfo|not known|gai error|resolve",
-                r"name resolution|unknown ?host|getaddrinfo|name or service not known|gai error"
-                r"|nameresolutionerror|(?:could|can)(?: ?not|n't) resolve",
+                "resolution|unknown host|unknownhost|getaddrinfo|not known|gai error|resolve|resolving"
+                "|no such host|eai_again|host not found|host name|server misbehaving",
+                r"(?:failure|fail\w{0,3}|error) in name resolution|name ?resolution ?(?:error|fail)"
+                r"|unknown ?host|getaddrinfo|name or service not known|gai error|(?:could|can)(?: ?not"
+                r"|n't) resolve|fail\w{0,4} (?:to resolve|resolving)|no such host\b|eai_again"
+                r"|host not found|could not translate host name|server misbehaving",
+            ),
+            (
+                "gpfs",
+                "mmfs|gpfs|disk lease",
+                r"\bmmfs\w{0,8}\b.{0,30}\[[ex]\](?!.{0,120}(?:no space|quota))|disk lease .{0,30}(?:expired"
+                r"|overdue)|(?:gpfs|mmfs\w{0,4}).{0,120}(?:lost connection|lease|expel|unmounted by the"
+                r" system|forced unmount|panic|not responding|timed? ?out)",
+            ),
+            (
+                "storage-unhealthy",
+                "health_check|mount director|storage",
+                r"lustre health_check not healthy|unreachable mount director|storage\w{0,20} probe"
+                r" (?:timed out|issues)|storage\w{0,12} (?:is )?(?:unreachable|unavailable|not reachable)",
+            ),
+            (
+                "storage-client",
+                "weka|beegfs|gluster|daos|vast|juicefs|alluxio|moosefs|panfs|gcsfuse|s3fs|0-vol|rpc-clnt"
+                "|has not responded",
+                r"(?:weka|beegfs|gluster|\bdaos|\bvast\b|juicefs|alluxio|moosefs|panfs|gcsfuse|s3fs)"
+                r"(?!.{0,160}\btime\w{0,12} ?[=:] ?\d).{0,160}(?:not respond|communication error|suspended"
+                r"|timed ?out|unreachable|disconnect|cannot connect|no connection)"
+                r"|has not responded in the last \d",
+            ),
+            (
+                "subnet-manager",
+                "opensm|osm_|rdma_cm|librdmacm|tcp connection|daemon has unexpectedly",
+                r"(?:opensm|\bosm_\w{2,20}).{0,30}\berr \w{4}|rdma_cm_event_(?:unreachable|rejected"
+                r"|disconnected|device_removal|\w{4,8}_error)|librdmacm: fatal|unable to complete a tcp"
+                r" connection|daemon has unexpectedly failed",
             ),
             (
                 "storage-server-silent",
@@ -92,9 +184,10 @@ NETWORK_RULES = (
                 r"|evict\w{0,3} unresponsive client|lustre.{0,160}(?:was lost|timed out|network error"
                 r"|evicted|rc = -1(?:0[4-9]|1\d)\b|failed: -1(?:0[4-9]|1\d)\b)|lnet.{0,90}(?:timed out"
                 r"|error|failed)|(?:libceph|ceph).{0,60}(?:socket closed|connect error|timed? ?out"
-                r"|session lost)",
+                r"|session lost|\bhung\b|blocklisted|blacklisted|(?:osd|mon|mds)\S{0,6} down\b)",
             ),
         ),
+        can_pass=True,
     ),
     *rules(
         statuses.CONNECTION_RESET,
@@ -105,17 +198,19 @@ NETWORK_RULES = (
                 "reset|closed by|broken pipe|epipe|connection abort|econnreset"
                 "|econnaborted|errno 104|connectionclosed|connection was closed|connection closed"
                 "|connection lost|disconnected|socket closed|stream removed|unexpected eof"
-                "|remotedisconnected|likely closed|got 0 bytes|serverdisconnected|server shutdown",
+                "|remotedisconnected|likely closed|got 0 bytes|serverdisconnected|server shutdown"
+                "|connection broken|not alive",
                 r"connection (?:was )?(?:forcibly )?reset|reset by (?:remote )?peer|econnreset"
                 r"|errno[: ]*104\b|(?:connection|socket) (?:was )?closed (?:by|before)"
                 r"|closed by (?:remote )?peer|broken ?pipe|epipe\b|econnaborted|connection abort"
                 r"|connectionclosederror|remotedisconnected|(?:remote end|peer) (?:closed|disconnected)"
                 r"|socket closed|stream removed|unexpected eof\b(?!, expected \d)|connection lost"
                 r"|unexpectedly closed|likely closed|recv,? got 0 bytes|serverdisconnected"
-                r"|server shutdown or crash",
+                r"|server shutdown or crash|(?:session|peer|endpoint) .{0,60}is not alive|connection broken (?:while|by|during)",
             ),
         ),
         second_hand=True,
+        can_pass=True,
     ),
     *rules(
         statuses.CONNECTION_REFUSED,
@@ -127,6 +222,7 @@ NETWORK_RULES = (
                 r"connection ?(?:was )?refused|econnrefused|errno[: ]*111\b",
             ),
         ),
+        can_pass=True,
     ),
     *rules(
         statuses.NCCL_TIMEOUT,
@@ -134,14 +230,16 @@ NETWORK_RULES = (
         (
             (
                 "collective-timeout",
-                "tim",
+                "tim|ei0002",
                 r"collective operation timeout|timeout at (?:collective|nccl work)"
-                r"|work ?nccl\(.{0,200}timed? ?(?:out|ing out)|monitoredbarrier|pass monitored barrier"
+                r"|\bei0002\b|notify register times? out|hccl.{0,80}(?:times? out|timed out|timeout(?!\s?[=:]"
+                r"|[_ ](?:is|of|interval)))|work ?[nhr]ccl\(.{0,200}timed? ?(?:out|ing out)"
+                r"|monitoredbarrier|pass monitored barrier"
                 r"|(?:gloo|unbound_buffer|/pair\.cc)(?!.{0,120}connect).{0,120}(?:timed? ?out|timeout)"
                 r"|application timeout caused|timed out waiting \d{1,12} ?ms for (?:send|recv)|\b(?:nccl"
-                r"|collective|all_?reduce|all_?gather|all_?to_?all|broadcast|reduce_?scatter"
+                r"|collective|all[_-]?reduce|all[_-]?gather|all[_-]?to[_-]?all|broadcast|reduce[_-]?scatter"
                 r"|barrier)\w{0,10}\b(?!.{0,120}connect).{0,80}(?:timed out|\btimeouts?(?: (?:error"
-                r"|exceeded|after|of|reached|occur)|$))",
+                r"|exceeded|after|of|reached|occur)|: (?!\d)|$))",
             ),
         ),
         second_hand=True,
@@ -152,12 +250,13 @@ NETWORK_RULES = (
         (
             (
                 "connect-timeout",
-                "time|errno 110|etimedout|connect",
+                "time|errno 110|etimedout|connect|complete transfer",
                 r"connection ?timed ?out"
                 r"|connection timeout|etimedout|errno[: ]*110\b|client socket has timed"
                 r"|failed to connect|server socket on .{0,80}timed out|(?:read|connect) ?timed? ?out"
                 r"|(?:connect|read)timeout(?:error)?|unable to connect|could ?n.t connect"
-                r"|connect call failed|cannot connect|connection attempt failed|connection error"
+                r"|(?:cannot|failed to|unable to|couldn't) (?:make|establish|open) (?:a )?connection"
+                r"|fail\w{0,4} to complete transfers?\b|connect call failed|cannot connect|connection attempt failed|connection error"
                 r"|connecterror|timed out.{0,20}connect|connecting to .{0,80}(?:timed out|fail)",
             ),
             (
@@ -182,18 +281,37 @@ NETWORK_RULES = (
             (
                 "http",
                 "sslerror|protocolerror|chunkedencoding|clientpayload|clientoserror|bad gateway"
-                "|gateway timeout|too many requests|server error",
+                "|gateway time|too many requests|server error",
+                r"sslerror|protocolerror|chunkedencoding|clientpayload|clientoserror|bad gateway"
+                r"|gateway time-?out|too many requests|\bserver error\b",
             ),
             ("c10d", "[c10d]", r"\[c10d\].{0,300}(?:fail|error|timed out|unable|lost)"),
-            ("address-in-use", "in use|eaddrinuse", r"address already in use|eaddrinuse"),
+            (
+                "address-in-use",
+                "in use|eaddrinuse|requested address|eaddrnotavail",
+                r"address already in use|eaddrinuse|cannot assign requested address|eaddrnotavail",
+            ),
             (
                 "remote-service",
-                "deadline|unavailable|slowdown|endpoint|max retries|503|statuscode|rate",
+                "deadline|unavailable|slowdown|slow down|endpoint|max retries|statuscode|status code"
+                "|rate|incompleteread|clientconnect|an error occurred (|http|50|429|serviceunavail"
+                "|gatewaytimeout|toomanyrequests|internalservererror|deadlineexceeded",
                 r"deadline[_ ]exceeded|statuscode\.unavailable|endpointconnectionerror"
                 r"|max retries exceeded|service unavailable|slowdown[):]|reduce your request rate"
-                r"|incompleteread|clientconnect\w{0,8}error",
+                r"|\bserviceunavailable\b|\bgatewaytimeout\b|\btoomanyrequests\b|\binternalservererror\b"
+                r"|\bdeadlineexceeded\b|rate limit exceeded|ratelimiterror|incompleteread|clientconnect\w{0,8}error"
+                r"|an error occurred \((?:slowdown|internalerror|serviceunavailable|requesttimeout"
+                r"|throttl\w{0,12}|requestlimitexceeded|50\d|429)\)"
+                r"|(?:http(?:error)?(?: error| status)?(?: code)?|status[_ ]?code|returned error)"
+                r"\W{1,3}(?:50[0234]|429)\b(?![.\w])",
+            ),
+            (
+                "socket-timeout",
+                "i/o timeout|handshake timeout|socket times out|ei0006|getting socket",
+                r"\bi/o timeout\b|handshake timeout|getting socket times out|\bei0006\b",
             ),
         ),
+        can_pass=True,
     ),
     *rules(
         statuses.NCCL_TIMEOUT,
@@ -211,6 +329,21 @@ NETWORK_RULES = (
             ),
         ),
         second_hand=True,
+    ),
+    *rules(
+        statuses.CONNECTION_RESET,
+        CARRIER,
+        (
+            (
+                "remote-exited",
+                "remote|prematurely|another task|fatal errors|leader|coordinator",
+                r"remote process (?:has )?exit|ncclremoteerror|remote error\b|exiting prematurely"
+                r"|another task died|remote task has failed|distributed service detected fatal errors"
+                r"|(?:leader|coordinator) (?:task )?(?:was preempted|died)",
+            ),
+        ),
+        second_hand=True,
+        can_pass=True,
     ),
     *rules(
         statuses.TASK_HANG,
@@ -231,18 +364,6 @@ NETWORK_RULES = (
                 r"|\bstalled (?:ranks|ops):|\[missing ranks: \d|preparing to dump debug info",
             ),
         ),
-    ),
-    *rules(
-        statuses.CONNECTION_RESET,
-        CARRIER,
-        (
-            (
-                "remote-exited",
-                "remote|prematurely",
-                r"remote process (?:has )?exit|ncclremoteerror|remote error\b|exiting prematurely",
-            ),
-        ),
-        second_hand=True,
     ),
     *rules(
         statuses.OTHER_NETWORK,
@@ -268,6 +389,7 @@ NETWORK_RULES = (
                 r"|exceeded)|deadline[_ ]?exceeded|timeoutexception",
             ),
         ),
+        can_pass=True,
     ),
     *rules(
         statuses.OTHER_SOFTWARE,
@@ -276,7 +398,7 @@ NETWORK_RULES = (
             (
                 "nccl-usage",
                 "nccl|duplicate gpu",
-                r"graph/\w{2,12}\.(?:cc|cu):\d{1,5} nccl warn"
+                r"graph/\w{2,12}\.(?:cc|cu|h):\d{1,5} nccl warn"
                 r"|nccl(?:internal|invalid)\w{0,12}|nccl error|nccl failure|duplicate gpu detected"
                 r"|nccl warn.{0,200}(?:mismatch|invalid|unsupported|internal error)",
             ),
@@ -289,9 +411,11 @@ NETWORK_RULES = (
             (
                 "nccl-warn",
                 "nccl warn",
-                r"nccl warn.{0,200}(?:fail|error|unable|could not|abort|timeout)",
+                r"nccl warn.{0,200}(?:fail|error|unable|could not|abort|timeout|\bno [\w ]{2,20} found"
+                r"|not found)",
             ),
             ("torch-backend", "distbackenderror|distnetworkerror|diststoreerror|disterror"),
         ),
+        can_pass=True,
     ),
 )

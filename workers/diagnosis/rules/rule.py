@@ -20,6 +20,10 @@ class Rule(NamedTuple):
     pattern: re.Pattern[str] | None
     """Searched in the lower-case line; None: a word is enough."""
     second_hand: bool = False
+    can_pass: bool = False
+    """Whether such a fault can end by itself within minutes, without anybody's doing: of names, of
+    connections, of the network, of storage that is full or away, of a remote service. Not that of a
+    collective's timeout, which tells of a wait, and not of its cause."""
 
 
 def rules(
@@ -28,6 +32,7 @@ def rules(
     rows: Iterable[tuple[str, str] | tuple[str, str, str]],
     *,
     second_hand: bool = False,
+    can_pass: bool = False,
 ) -> tuple[Rule, ...]:
     """Build the rules of one status: (name, words separated by |, optional pattern). Patterns use
     only bounded repeats, so that a line is searched in time linear in its length."""
@@ -39,6 +44,7 @@ def rules(
             tuple(row[1].split("|")),
             re.compile(row[2]) if len(row) > 2 else None,
             second_hand,
+            can_pass,
         )
         for row in rows
     )

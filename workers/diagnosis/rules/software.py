@@ -7,7 +7,7 @@ from .rule import FABRIC, RAISED, TRACE, WRAPPER, Rule, rules
 
 # An exception as Python prints it: a capitalised name, optionally after a prefix or a module.
 _EXCEPTION = (
-    r"(?:^|[\s\]>|:：│(])(?:[a-z_]\w{0,40}\.){0,8}(?!Lustre)(?=\w{5})[A-Z]\w{0,60}"
+    r"(?:^|[\s\]>|:：│(])(?:[a-z_]\w{0,40}\.){0,8}(?!Lustre)(?=\w{5})_?[A-Z]\w{0,60}"
     r"(?:Error|Exception|Failure|Exit|NotFound|Expired|Exhausted|Mismatch)(?::|\(|\s*$)"
 )
 
@@ -19,20 +19,31 @@ ENDED_RULES = (
             (
                 "child-ended",
                 "processexitedexception|processraisedexception|childfailederror"
-                "|signalexception|calledprocesserror|actordiederror|workercrashederror|rayactorerror",
+                "|signalexception|calledprocesserror|actordiederror|workercrashederror|rayactorerror"
+                "|brokenprocesspool|mpi_abort was invoked|exiting improperly|exited due to process rank",
             ),
             (
                 "worker-died",
-                "died|crash|unexpectedly exit|exited immediately|worker group failed|failed to start",
+                "died|crash|unexpectedly exit|exited immediately|worker group failed|failed to start"
+                "|.py failed",
                 r"(?:worker|actor|rank|process|trainer|owner)\w{0,10}(?:'s node)? .{0,40}(?:died"
-                r"|crashed)|unexpectedly exits|exited immediately|worker group failed|(?:worker|actor"
-                r"|rank|process|trainer)\w{0,10} (?:\w{1,12} )?failed to start",
+                r"|crashed)\b(?! ?[=:])|unexpectedly exits|exited immediately|worker group failed|(?:worker|actor"
+                r"|rank|process|trainer)\w{0,10} (?:\w{1,12} )?failed to start|\w\.py failed\b(?! ?[=:])",
+            ),
+            # Kubernetes about a container that ends again and again
+            (
+                "container-ended",
+                "back-off|backoff|crashloop|containererror|containercannotrun|liveness|replica|container"
+                "|  error  ",
+                r"container (?:rank \d{1,6} status )?failed\b(?! to)|\b\d{1,3}/\d{1,3} {2,}error {2,}\d|back-?off ?limit ?exceeded|failed because \d{1,6} \w{1,20} replica"
+                r"|back-?off restarting failed|crashloopbackoff|runcontainererror|containercannotrun"
+                r"|fail\w{0,3} (?:liveness|startup) probe, will be restarted",
             ),
             (
                 "evicted",
                 "evicted|low on resource",
                 r"low on resource|reason:? ?evicted|\b(?:pod"
-                r"|container|worker)\S{0,40} .{0,60}\bevicted\b|\bevicted\b +\d+ ",
+                r"|container|worker)\S{0,40} .{0,60}\bevicted\b|\bevicted\b {2,}\d+ {2,}",
             ),
         ),
     ),
@@ -57,8 +68,9 @@ PROCESS_RULES = (
         (
             (
                 "disk-full",
-                "no space left|quota|enospc",
-                r"no space left|(?:disk )?quota exceeded|enospc\b",
+                "no space left|quota|enospc|errno 28]|errno 122]|file system is full|disk is full",
+                r"no space left|(?:disk |inode |storage )?quota (?:is |was |limit )?exceeded|edquot\b"
+                r"|enospc\b|errno (?:28|122)\]|(?:file ?system|disk) is full",
             ),
             (
                 "stale-handle",
@@ -71,6 +83,39 @@ PROCESS_RULES = (
                 r"input/output error|errno 5\]|write error: (?:wrote \d|bad file|file too)"
                 r"|remote i/o error|\beio\b",
             ),
+            (
+                "nfs-state",
+                "nfs",
+                r"\bnfs4?_\w{1,40}: (?!.{0,40}\b(?:no|0|without) fail).{0,40}"
+                r"\bfail(?:ed|ure)\b(?! ?[:=])|\bnfs\w{0,40}.{0,30}reclaim.{0,12} failed\b"
+                r"|\bnfs.{0,60}\berror -?[1-9]|\bnfs.{0,40}state manager.{0,40} failed\b",
+            ),
+            (
+                "mount-gone",
+                "transport endpoint|lustreerror|fuse|mount",
+                r"transport endpoint|lustreerror: |\bfuse\b.{0,40}(?:error|crash)|fail\w{0,4} to mount\b"
+                r"|mount process exited|\bmount\.\w{2,12}: .{0,120}(?:fail|timed out|refused|no route"
+                r"|not responding)|mountvolume\.\w{1,30} failed|unable to attach or mount volumes",
+            ),
+            (
+                "checkpoint-write",
+                "pytorchstreamwriter|unexpected pos|checkpoint",
+                r"pytorchstreamwriter failed|unexpected pos \d{1,18} vs \d"
+                r"|failed to (?:save|write|upload) .{0,20}checkpoint"
+                r"|checkpoint .{0,40}(?:save|write|upload) failed",
+            ),
+            (
+                "image-pull",
+                "imagepull|errimage|failed to pull image",
+                r"imagepullbackoff|errimagepull|failed to pull image",
+            ),
+        ),
+        can_pass=True,
+    ),
+    *rules(
+        statuses.OTHER_SOFTWARE,
+        FABRIC,
+        (
             (
                 "read-only",
                 "read-only|erofs",
@@ -90,25 +135,32 @@ PROCESS_RULES = (
                 r"file-max limit|too many open files|emfile\b|enfile\b",
             ),
             (
-                "nfs-state",
-                "nfs",
-                r"\bnfs4?_\w{1,40}: (?!.{0,40}\b(?:no|0|without) fail).{0,40}"
-                r"\bfail(?:ed|ure)\b(?! ?[:=])|\bnfs\w{0,40}.{0,30}reclaim.{0,12} failed\b"
-                r"|\bnfs.{0,60}\berror -?[1-9]|\bnfs.{0,40}state manager.{0,40} failed\b",
-            ),
-            (
-                "mount-gone",
-                "transport endpoint|lustreerror|fuse",
-                r"transport endpoint|lustreerror: |fuse.{0,40}(?:error|crash)",
-            ),
-            (
                 "checkpoint-io",
-                "pytorchstream|inline_container|checkpoint|safetensor|unexpected pos|unexpected eof",
-                r"pytorchstream(?:writer|reader) failed|enforce fail at inline_container"
-                r"|unexpected pos \d{1,18} vs \d|unexpected eof, expected \d{1,18} more bytes"
+                "pytorchstream|inline_container|checkpoint|safetensor|unexpected eof",
+                r"pytorchstreamreader failed|enforce fail at inline_container"
+                r"|unexpected eof, expected \d{1,18} more bytes"
                 r"|(?:corrupt\w{0,4}|invalid|incomplete|truncated) (?:\S{1,20} )?checkpoint"
-                r"|checkpoint .{0,60}(?:corrupt|incomplete|truncated)|failed to (?:save|load|write"
-                r"|read) .{0,20}checkpoint|checkpoint .{0,40}(?:save|load|write|upload) failed",
+                r"|checkpoint .{0,60}(?:corrupt|incomplete|truncated)|failed to (?:load|read)"
+                r" .{0,20}checkpoint|checkpoint .{0,40}load failed",
+            ),
+            # a container or a job step that the runtime could not start
+            (
+                "container-start",
+                "oci runtime|shim task|containerd task|runc |pyxis|enroot|spank|nvidia-container-cli"
+                "|hooks.d|cdi|podsandbox|pod sandbox|task launch|launch failed|error response from"
+                "|start container|select device driver|admissionerror|allocate failed due to",
+                r"oci runtime (?:create|exec|start) failed|failed to create (?:shim|containerd) task"
+                r"|failed to (?:start|create) container|runc (?:create|run) failed"
+                r"|\bpyxis: .{0,80}(?:fail|couldn't|\berror\b|cannot|denied)|\benroot\S{0,12}:? .{0,60}"
+                r"(?:fail|\berror\b)|spank\w{0,8}[: ].{0,80}fail|spank plugin stack|hooks\.d/\S{1,40} exited"
+                r"|nvidia-container-cli\S{0,5}: |failed ?(?:to )?create ?pod ?sandbox|task launch for"
+                r" .{0,40} failed|application launch failed|error response from daemon"
+                r"|could not select device driver|unexpectedadmissionerror|allocate failed due to",
+            ),
+            (
+                "cufile",
+                "cufio|cufile",
+                r"\berror +cuf\w{2,4}\S{0,10}:\d|cufile\w{0,24}.{0,20}(?:error|failed)(?! cufile success)",
             ),
         ),
     ),
@@ -131,13 +183,13 @@ PROCESS_RULES = (
             ),
             (
                 "permission-denied",
-                "permission denied|eacces|not permitted",
-                r"permission denied|eacces\b|operation not permitted",
+                "permission denied|eacces|not permitted|host key",
+                r"permission denied|eacces\b|operation not permitted|host key verification failed",
             ),
             (
                 "memory-short",
-                "cannot allocate memory|bad_alloc|enomem|defaultcpuallocator",
-                r"cannot allocate memory|std::bad_alloc|enomem\b|defaultcpuallocator: can",
+                "cannot allocate memory|bad_alloc|enomem|defaultcpuallocator|unable to allocate",
+                r"cannot allocate memory|unable to allocate [\d.]{1,12} ?.i?b\b|std::bad_alloc|enomem\b|defaultcpuallocator: can",
             ),
             (
                 "size-mismatch",
@@ -160,12 +212,17 @@ PROCESS_RULES = (
         (
             (
                 "signal",
-                "signal|sig|killed|aborted|core dumped|code 1|exitcode|terminate called|wterm",
+                "signal|sig|killed|code=dumped|aborted|core dumped|dumped core|code 1|exitcode|terminate called"
+                "|wterm",
                 r"exit ?code\s{0,3}:?\s{0,3}-\d|exit (?:code|status):? (?:13[4-9]|14[0-3])\b|(?:killed"
                 r"|terminated|died|interrupted|exited|ended)\W{0,3}.{0,30}(?:by|with"
-                r"|on) .{0,12}sig(?:nal)?|signal (?:[469]|11|7)\b|\bsig(?:kill|abrt|quit|hup|xcpu)\b"
-                r"|wtermsig [1-9]|core dumped|fatal python error|terminate called|(?:^"
-                r"|[\s:])killed\b(?! by user)(?:\W|$)|(?:^|\W)aborted\b|got (?:a )?(?:fatal )?signal\b",
+                r"|on) .{0,12}sig(?:nal)?|signal:? (?:[469]|11|7)\b|\bsig(?:kill|abrt|quit|hup|xcpu)\b"
+                r"|code=(?:killed|dumped)|wtermsig [1-9]|core dumped|dumped core|fatal python error|terminate called"
+                # a shell and srun print the word alone, after a colon or a process's number
+                r"|(?:^|[:\]>] ?)\s{0,20}(?:\d{1,9} )?killed\s{0,4}(?:$|\.|[:(] ?[\w(])|\d {1,8}killed {2,}\S"
+                r"|\bkilled (?:as a result|process \d)|(?:^|[:\]>)] ?|\*{3} |\d )\s{0,20}aborted\b\s{0,4}"
+                r"(?:$|[(.!]|at \d)|\d {1,8}aborted {2,}\S|\b(?:job|task|process|program|rank \d{1,6})"
+                r" (?:has been |was |is |got )?aborted\b|got (?:a )?(?:fatal )?signal\b",
             ),
             (
                 "exit-code",
@@ -176,8 +233,10 @@ PROCESS_RULES = (
             ),
             (
                 "worker-dead",
-                "dead|was killed",
-                r"(?:worker|actor|rank|process|trainer)\w{0,10} .{0,40}(?:is dead|was killed)",
+                "dead|killed",
+                r"^(?!.{0,400}\b(?:if|when|unless) ).{0,4000}?(?:worker|actor|rank|process|trainer|job"
+                r"|\btask|\bpod|container|pid)\w{0,10} .{0,40}(?:is dead(?!: ?[0f])|(?:was|been|got|being) killed"
+                r"(?! by user))",
             ),
         ),
     ),
@@ -191,7 +250,7 @@ PROCESS_RULES = (
                 "nccl|rccl|rdma|infiniband|mlx|libfabric|net/|ucx|gloo|tcpstore|rendezvous"
                 "|ceph|nfs|lustre|beegfs|weka|network|connection|socket",
                 r"^(?!.{0,4096}\b(?:if|unless"
-                r"|in case|where|falls? ?back|falling back|retrying)\b).{0,4096}?(?:(?:\b[nr]ccl|rdma"
+                r"|in case|where|falls? ?back|falling back|retrying|skipping)\b).{0,4096}?(?:(?:\b[nr]ccl|rdma"
                 r"|infiniband|\bmlx\d|libfabric|\bnet/|\bucx|\bgloo|tcpstore|rendezvous|\bceph|\bnfs"
                 r"|\blustre|beegfs|\bweka).{0,80}(?:(?<!no )(?<! 0 )\b(?:failed|fatal|aborted"
                 r"|unresponsive|unreachable|broken)\b(?! ?[:=] ?0|-)|\berror: |\b(?:unable to|cannot"
@@ -210,7 +269,7 @@ PROCESS_RULES = (
             (
                 "error-told",
                 "error",
-                r"(?:^|[\s\[(])(?:fatal )?error[:\])].{0,120}(?:fail|cannot|can't"
+                r"(?:^|(?<!rpc)[\s\[(])(?:fatal )?error[:\])].{0,120}(?:fail|cannot|can't"
                 r"|unable|invalid|not found|expired|missing|unknown|unexpected|abort)",
             ),
         ),

@@ -134,6 +134,8 @@ class ExitReporter:
                 status=verdict.status,
                 rule=verdict.rule,
                 second_hand=verdict.second_hand,
+                can_pass=verdict.can_pass,
+                peer=verdict.peer,
             )
         )
         exit_process(self._control, 1)
