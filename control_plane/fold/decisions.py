@@ -220,8 +220,8 @@ def experiment_begun(
 
 def _seats_without(task: Task, left: Sequence[Seat]) -> tuple[Seat, ...]:
     """The other seats. The ranks of a command are always numbered from 0."""
-    ranks = {seat.rank for seat in left}
-    seats = tuple(seat for seat in task.target if seat.rank not in ranks)
+    gone = {seat.rank for seat in left}
+    seats = tuple(seat for seat in task.target if seat.rank not in gone)
     if task.heals_in_memory:
         return seats
     return tuple(Seat(number, seat.slot) for number, seat in enumerate(seats))
