@@ -57,14 +57,22 @@ def refuted(task: Task, cause: Cause) -> tuple[Seat, ...]:
     )
 
 
-def judge_failures(task: Task, cause: Cause, cleared: Sequence[Seat]) -> Iterator[Body]:
+def judge_failures(
+    state: ClusterState, task: Task, cause: Cause, cleared: Sequence[Seat]
+) -> Iterator[Body]:
     """Judge the experiments that these failures decide. `cleared`: as `refuted`. A slot is at fault
-    if the rank that has it now, in exchange, fails there as the other rank did."""
-    failed = {place.slot: place.rank for place in cause.where}
+    if the rank that has it now, in exchange, fails there again and again as the other rank did, and
+    that one does not fail any more."""
+    limit = state.policy.restarts_max
+    failed = {
+        place.slot: place.rank for place in cause.where if task.restarts.get(place.rank, 0) > limit
+    }
     guilty = [
         Seat(number, suspect.slot)
         for number, suspect in task.suspects.items()
-        if suspect.status == cause.status and failed.get(suspect.slot, number) != number
+        if suspect.status == cause.status
+        and failed.get(suspect.slot, number) != number
+        and not task.restarts.get(number)
     ]
     if cleared:
         where = _names([place.slot for place in cause.where])

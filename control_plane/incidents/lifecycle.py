@@ -65,7 +65,7 @@ def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
         yield _close(state, task, "failed", f"{last}: {why}")
         return
     cleared = blame.refuted(task, cause)
-    yield from blame.judge_failures(task, cause, cleared)
+    yield from blame.judge_failures(state, task, cause, cleared)
     spent = blame.exhausted(state, task, cause, cleared)
     tried = spent or (cause.ranks if blame.says_device(task, cause) else ())
     if spent and cause.is_proved:  # of an error that alone takes no slot out
