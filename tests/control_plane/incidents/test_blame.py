@@ -488,9 +488,10 @@ def one_seed(seed: int) -> None:
     }[kind]
     play(d, bad, fails, status, back=rng.choice((0, 4, 10)), rounds=600)
     ended, where = task_of(d, bad), f"seed {seed}: {kind} {status} of {most} on {num}"
-    assert all(task_of(d, task).target == kept[task] for task in good), where
     name = f"{slot.node}/{slot.index}"
-    if kind == "device":
+    if kind != "device":  # else the task is healthy again on fewer slots, and all are planned anew
+        assert all(task_of(d, task).target == kept[task] for task in good), where
+    else:
         assert out(d) == [name], where
         return
     if kind != "random rank":  # by chance it fails on one slot alone, and then not elsewhere
