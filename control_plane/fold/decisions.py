@@ -207,6 +207,7 @@ def experiment_begun(
             node.slots_suspected[slot.index] = f"{task.spec.name}, {body.why}"[:TEXT_CHARS_MAX]
         task.restarts.pop(number, None)
         # Who gets its slot leaves its own: else the two would wait for each other.
+        task.restarts.pop(seats.get(slot, -1), None)
         other = task.ranks.get(seats.get(slot, -1))
         if other is not None and not other.timeout_reason and task.heals_in_memory:
             other.timeout_reason = f"exchanges its slot with rank {number}"
@@ -236,7 +237,7 @@ def slots_judged(state: ClusterState, record: Record, task: Task, body: d.SlotsJ
         if node is None:
             continue
         node.slots_suspected.pop(slot.index, None)
-        if body.verdict == "slot":
+        if body.verdict == "slot" and slot.index not in node.slots_disabled:
             disable_slots(node, (slot.index,), f"{task.spec.name}, {body.why}")
             task.blamed_slots.append(slot)
             count_slot_fault(state, task, slot, seat.rank)
@@ -247,6 +248,8 @@ def slots_judged(state: ClusterState, record: Record, task: Task, body: d.SlotsJ
         task.slots_max = body.slots_max
         task.target = _seats_without(task, body.suspects)
     if body.verdict == "task":
+        if task.failures is not None:
+            task.failures.is_refuted = True
         state.replan = state.replan or f"no slot is at fault: {task.spec.name} fails by itself"
 
 

@@ -139,7 +139,7 @@ def experiment(
         not suspects
         or _is_hung_command(task, status)
         or is_pinned(state, task)
-        or (series is not None and _is_of_task(series))
+        or (series is not None and (series.is_refuted or _is_of_task(series)))
         or any(number in task.suspects for number in ranks)
     ):
         return None

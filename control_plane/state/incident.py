@@ -67,6 +67,8 @@ class FailureSeries(Struct, kw_only=True):
     """Whether all these failures have the same words."""
     can_pass: bool = False
     """Whether the newest failure may pass by itself."""
+    is_refuted: bool = False
+    """Whether an experiment has shown that a slot is not at fault: no other one is made."""
 
 
 class Suspect(Struct, frozen=True, kw_only=True):
