@@ -117,11 +117,12 @@ def exhausted(
 
 
 def says_device(task: Task, cause: Cause) -> bool:
-    """Whether only the processes say that their device is bad, all on one node: they need not fail
-    again and again before they are tried elsewhere."""
+    """Whether only the processes say that their device is bad, all on one node: the first of them
+    need not fail again and again before it is tried elsewhere."""
     series = task.failures
     return (
         cause.severity == "SEV1"
+        and not task.suspects
         and not (cause.is_proved or cause.is_indirect)
         and not (series is not None and _is_of_task(series))
     )
