@@ -114,7 +114,7 @@ def task_status(
 
 
 def _failing(task: Plain, now_s: float) -> list[str]:
-    """How its processes fail, which try that was, and when the next suspect begins."""
+    """How its processes fail, which try that was, and when the next one begins."""
     failing = task["failing"]
     if failing is None:
         return []

@@ -40,7 +40,7 @@ class Pool(Struct, frozen=True):
 
 def limits(state: ClusterState, tasks: Sequence[Task]) -> Limits:
     """What the tasks may not have. A node that runs a process of a task can read its orders: its
-    agent has read suspect."""
+    agent has read some."""
     needs = {task.id: needed for task in tasks if (needed := needed_format(task.spec))}
     barred: dict[int, Barred] = {}
     for task in tasks:
