@@ -13,9 +13,9 @@ from ..decide.memory_checkpoints import (
     node_bytes,
     storing_nodes,
 )
-from ..fold.failures import pause_name
 from ..fold.hangs import stalled_command
 from ..fold.node_health import RECOVERED_S
+from ..fold.pauses import pause_name
 from ..incidents.hangs import locate_hang
 from ..incidents.stragglers import LASTS_S, at_fault, slowdown, uniform_slowdown
 from ..planner.pending import WaitExplanation, explain_waiting

@@ -9,7 +9,7 @@ from ...events.records import orders as o
 from ...events.records.orders import StartRank, StopRank
 from ...events.records.types import Body, Seat
 from ...events.spec.model import Axes
-from ..fold.failures import pause_name
+from ..fold.pauses import pause_name
 from ..incidents.lifecycle import NUM_STOPS_MAX
 from ..placement.usable_slots import reads
 from ..state.cluster import ClusterState, allocatable_slots

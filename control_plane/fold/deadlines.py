@@ -22,9 +22,9 @@ from .edits import (
     schedule_estimate,
     set_deadline,
 )
-from .failures import RESTART
 from .hangs import command_hang_timed_out, hang_timed_out
 from .node_health import node_deadline_reached
+from .pauses import RESTART
 from .ranks import decline_recovery, is_recovery_unproven
 
 

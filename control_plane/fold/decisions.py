@@ -26,8 +26,8 @@ from ..throughput.transition_cost import (
     was_injected,
 )
 from . import edits
-from .failures import end_pauses
 from .node_health import assign_evidence, count_sev1_fault, count_slot_fault, disable_slots
+from .pauses import end_pauses
 
 
 # --- incidents ---

@@ -9,8 +9,8 @@ from ..incidents.node_incidents import update_undecided
 from ..state.cluster import ClusterState, live_tasks
 from ..state.node import NUM_SLOTS_MAX, Node
 from . import edits
-from .failures import pause_restart
 from .node_health import inherit, update_unhealthy_slots
+from .pauses import pause_restart
 
 
 def node_unreachable(

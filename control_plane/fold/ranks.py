@@ -15,7 +15,7 @@ from ..state.cluster import ClusterState
 from ..state.members import awaited, count_outstanding, is_starting
 from ..state.task import Rank, Task
 from . import edits
-from .failures import pause_restart
+from .pauses import pause_restart
 
 
 def rank_started(

@@ -12,7 +12,6 @@ from ...events.records.order_format import needed_format
 from ...events.records.statuses import OTHER_SOFTWARE, TASK_HANG, WRONG_INPUT
 from ...events.records.types import Body, Seat, Slot
 from ..state.cluster import ClusterState, allocatable_slots, live_tasks
-from ..state.incident import FailureSeries
 from ..state.members import has_progressed, is_pinned
 from ..state.task import Task
 from .root_cause import Cause
@@ -108,7 +107,7 @@ def exhausted(
     if cause.is_indirect or (cause.is_proved and cause.severity == "SEV1"):
         return ()
     limit, series = state.policy.restarts_max, task.failures
-    if series is not None and series.num > limit and _is_of_task(series):
+    if series is not None and series.num > limit and _is_of_task(task):
         return cause.ranks
     again = {seat.rank for seat in cleared}
     return tuple(
@@ -119,12 +118,10 @@ def exhausted(
 def says_device(task: Task, cause: Cause) -> bool:
     """Whether only the processes say that their device is bad, all on one node: the first of them
     need not fail again and again before it is tried elsewhere."""
-    series = task.failures
     return (
         cause.severity == "SEV1"
-        and not task.suspects
-        and not (cause.is_proved or cause.is_indirect)
-        and not (series is not None and _is_of_task(series))
+        and not (cause.is_proved or cause.is_indirect or task.suspects)
+        and not _is_of_task(task)
     )
 
 
@@ -135,19 +132,19 @@ def experiment(
     the task fails on several nodes, or it has neither other slots nor ranks to exchange them
     with."""
     suspects = [seat for seat in task.target if seat.rank in ranks]
-    series = task.failures
     if (
         not suspects
         or _is_hung_command(task, status)
         or is_pinned(state, task)
-        or (series is not None and (series.is_refuted or _is_of_task(series)))
+        or _is_of_task(task)
+        or (task.failures is not None and task.failures.is_refuted)
         or any(number in task.suspects for number in ranks)
     ):
         return None
     free = _free_slots(state, task, suspects)
     if len(free) >= len(suspects):
         seats, how = _moved(task, suspects, free), "tried on"
-    elif _fits(task, len(task.target) - len(suspects) + len(free)):
+    elif len(task.target) - len(suspects) + len(free) >= task.smallest_size:
         seats, how = (), "no slot is free, the others go on"
     else:
         seats, how = _exchanged(task, suspects), "in exchange on"
@@ -183,7 +180,7 @@ def goes_on_without(task: Task, ranks: Sequence[int], why: str) -> SlotsJudged |
         not task.heals_in_memory
         or series is None
         or task.max_iteration <= series.since_iteration
-        or not _fits(task, len(left))
+        or len(left) < task.smallest_size
     ):
         return None
     seats = [seat for seat in task.target if seat.rank in ranks]
@@ -195,10 +192,8 @@ def leave_open(task: Task, ranks: Sequence[int], why: str) -> Iterator[Body]:
     """Suspect the slots at which a task has failed, if they are on one node and nothing was tried
     elsewhere."""
     seats = [seat for seat in task.target if seat.rank in ranks]
-    tried = any(number in task.suspects for number in ranks)
-    if _is_hung_command(task, TASK_HANG):
-        return
-    if seats and not tried and not (task.failures is not None and _is_of_task(task.failures)):
+    is_tried = any(number in task.suspects for number in ranks)
+    if seats and not (is_tried or _is_of_task(task) or _is_hung_command(task, TASK_HANG)):
         yield _judged(task, seats, "open", why)
 
 
@@ -209,7 +204,7 @@ def elsewhere(task: Task, ranks: Sequence[int], cleared: Sequence[Seat]) -> str:
     if slots:
         return f", and before that on {_names(slots)}"
     series = task.failures
-    return f", on {_names(series.slots)}" if series is not None and _is_of_task(series) else ""
+    return f", on {_names(series.slots)}" if series is not None and _is_of_task(task) else ""
 
 
 # --- parts ---
@@ -226,9 +221,14 @@ def _is_hung_command(task: Task, status: str) -> bool:
     return not task.heals_in_memory and task.failures is None and status == TASK_HANG
 
 
-def _is_of_task(series: FailureSeries) -> bool:
+def _is_of_task(task: Task) -> bool:
     """Whether the same failure has occurred on several nodes: no slot of one node explains it."""
-    return len({slot.node for slot in series.slots}) > 1 and series.status != TASK_HANG
+    series = task.failures
+    return (
+        series is not None
+        and series.status != TASK_HANG
+        and len({slot.node for slot in series.slots}) > 1
+    )
 
 
 def _free_slots(state: ClusterState, task: Task, suspects: Sequence[Seat]) -> list[Slot]:
@@ -255,21 +255,6 @@ def _moved(task: Task, suspects: Sequence[Seat], slots: Sequence[Slot]) -> tuple
     """The task's seats with these ranks on other slots."""
     new = {seat.rank: slot for seat, slot in zip(suspects, slots, strict=False)}
     return tuple(Seat(seat.rank, new.get(seat.rank, seat.slot)) for seat in task.target)
-
-
-def _fits(task: Task, num_slots: int) -> bool:
-    """Whether the task makes progress on at most so many slots."""
-    throughput = task.throughput
-    sizes = (
-        [
-            size
-            for size, rate in zip(throughput.sizes, throughput.rates_flops, strict=True)
-            if rate > 0
-        ]
-        if throughput is not None
-        else task.spec.slots.counts
-    )
-    return any(0 < size <= num_slots for size in sizes)
 
 
 def _exchanged(task: Task, suspects: Sequence[Seat]) -> tuple[Seat, ...]:

@@ -367,7 +367,7 @@ def _missing(
     state: ClusterState, task: Task, snapshot: PlanningSnapshot, floor: int, *, by_quota: bool
 ) -> tuple[str, str]:
     """(why no plan can run the task, what the task needs); both empty if a plan could run it."""
-    low, num_slots = _smallest(task), len(snapshot.slots)
+    low, num_slots = task.smallest_size, len(snapshot.slots)
     if low > state.num_slots_max:
         return (
             "too large",
@@ -406,7 +406,7 @@ def _barred(state: ClusterState, task: Task, snapshot: PlanningSnapshot) -> tupl
         return _unread(state, task, barred.unread)
     return (
         "its own processes fail, so it takes no slot from another task",
-        f"{slots_in_words(_smallest(task))} that no other task has; "
+        f"{slots_in_words(task.smallest_size)} that no other task has; "
         f"free for it are {snapshot.most[task.id]}",
     )
 
@@ -471,13 +471,6 @@ def _no_room(state: ClusterState, task: Task, floor: int, *, by_quota: bool) -> 
         )
     more = "more slots (and maybe a larger quota)" if team in state.policy.quotas else "more slots"
     return "there is no room for its floor beside those before it", f"{more}, {first}"
-
-
-def _smallest(task: Task) -> int:
-    """The task's smallest size with a throughput above 0."""
-    table = task.throughput
-    pairs = zip(table.sizes, table.rates_flops, strict=True) if table is not None else ()
-    return min((size for size, rate in pairs if rate > 0), default=task.spec.slots.min)
 
 
 def _who_earns_more(

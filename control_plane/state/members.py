@@ -36,11 +36,10 @@ def has_progressed(state: ClusterState, task: Task, rank: Rank) -> bool:
     """Whether the process has made enough progress that earlier failures of its rank do not count:
     `restart_iterations` new iterations of the task since it came up; of a command, in its round."""
     if task.heals_in_memory:
-        num = task.iteration - rank.joined_iteration if rank.joined_iteration >= 0 else 0
+        since = rank.joined_iteration if rank.joined_iteration >= 0 else None
     else:
-        is_new = task.logged is not None and task.logged.round == task.rounds
-        num = task.iteration - task.logged.max_iteration if task.logged and is_new else 0
-    return num >= state.policy.restart_iterations
+        since = task.logged_now.max_iteration if task.logged_now is not None else None
+    return since is not None and task.iteration - since >= state.policy.restart_iterations
 
 
 def is_starting(task: Task, rank: Rank) -> bool:

@@ -347,6 +347,19 @@ class Task(Struct, kw_only=True):
         return any(way is not None and way.final for way in ways)
 
     @property
+    def logged_now(self) -> CommandProgress | None:
+        """Of a command: the progress that the present round of processes has logged."""
+        is_now = self.logged is not None and self.logged.round == self.rounds
+        return self.logged if is_now else None
+
+    @property
+    def smallest_size(self) -> int:
+        """The smallest number of slots on which it makes progress."""
+        table = self.throughput
+        pairs = zip(table.sizes, table.rates_flops, strict=True) if table is not None else ()
+        return min((size for size, rate in pairs if rate > 0), default=self.spec.slots.min)
+
+    @property
     def saved_iteration(self) -> int:
         """Iterations in the published checkpoint; 0 without one."""
         return self.checkpoint.step_version if self.checkpoint is not None else 0

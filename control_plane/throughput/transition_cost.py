@@ -143,7 +143,7 @@ def command_stopped(state: ClusterState, task: Task) -> None:
     logged = task.logged
     if not task.target or logged is None:
         task.transition = None
-    elif task.transition is None and task.phase == "training" and logged.round == task.rounds:
+    elif task.transition is None and task.phase == "training" and task.logged_now is not None:
         task.transition = OngoingTransition(
             size=logged.size,
             since_s=task.progressed_s,

@@ -19,7 +19,7 @@ from unicron.cli.screens import cluster, nodes
 from unicron.cli.screens import task as task_screen
 from unicron.control_plane.api import dry_run, requests
 from unicron.control_plane.decide.decide import decide
-from unicron.control_plane.fold.failures import PAUSES_S, pause_s
+from unicron.control_plane.fold.pauses import PAUSES_S, pause_s
 from unicron.control_plane.incidents.severity import CAN_PASS
 from unicron.control_plane.state.cluster import encode_state
 from unicron.events.records import orders as o
