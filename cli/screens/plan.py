@@ -59,8 +59,8 @@ def present(found: Plain, *, now_s: float, option: str = "") -> list[str]:
         "",
         *_constraints(found),
         *_layouts(found["tasks"]),
-        *_waiting(found),
-        *_failing(found),
+        *_each_that("waits", found),
+        *_each_that("fails", found),
         *_paused(found, option),
         *_computed(found),
         *fmt.labelled(
@@ -103,7 +103,7 @@ def dry_run(found: Plain, asked: str, *, option: str = "") -> list[str]:
         *_moves(found),
         *_layouts([one for one in found["tasks"] if one["layout"] != one["layout_before"]]),
         *_copies(found["tasks"]),
-        *_waiting(found),
+        *_each_that("waits", found),
         *_assumes(found),
         *_paused(found, option),
     ]
@@ -429,21 +429,13 @@ def _places(slots: Sequence[Plain]) -> str:
     return " ".join(words[:PLACES_NUM_MAX]) + (f" and {left} nodes more" if left > 0 else "")
 
 
-def _waiting(found: Plain) -> list[str]:
-    return [
-        line
-        for one in found["tasks"][:ROWS_NUM_MAX]
-        if one["waits"]
-        for line in fmt.labelled("waits", f"{one['name']}: {one['waits']}")
-    ]
-
-
-def _failing(shown: Plain) -> list[str]:
+def _each_that(what: str, shown: Plain) -> list[str]:
+    """The tasks that have this: `waits` or `fails`, with the reason."""
     return [
         line
         for task in shown["tasks"][:ROWS_NUM_MAX]
-        if task["fails"]
-        for line in fmt.labelled("fails", f"{task['name']}: {task['fails']}")
+        if task[what]
+        for line in fmt.labelled(what, f"{task['name']}: {task[what]}")
     ]
 
 
