@@ -399,7 +399,7 @@ Failing = TypedDict(
     {
         "why": Annotated[str, Meta(description="The newest failure.")],
         "since_s": Annotated[float, Meta(description="When the first failure was observed.")],
-        "num": Annotated[int, Meta(description="Failures without progress, of one rank at most.")],
+        "num": Annotated[int, Meta(description="The most failures of one rank without progress.")],
         "num_max": Annotated[int, Meta(description="The failures at which another slot is tried.")],
         "until_s": Annotated[
             float | None,

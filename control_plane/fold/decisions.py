@@ -15,7 +15,7 @@ from ..incidents.severity import worst
 from ..state.cluster import NUM_INCIDENTS_MAX, ClusterState
 from ..state.incident import NUM_FAILURES_MAX, Incident, Suspect
 from ..state.members import awaited, count_outstanding, is_pinned, is_standby, is_starting
-from ..state.node import TEXT_CHARS_MAX, Occupant
+from ..state.node import Occupant
 from ..state.task import Rank, Task
 from ..throughput.calibration import learn_slot
 from ..throughput.transition_cost import (
@@ -26,7 +26,15 @@ from ..throughput.transition_cost import (
     was_injected,
 )
 from . import edits
-from .node_health import assign_evidence, count_sev1_fault, count_slot_fault, disable_slots
+from .node_health import (
+    assign_evidence,
+    count_sev1_fault,
+    count_slot_fault,
+    disable_slots,
+    enable_slot,
+    is_proved,
+    suspect_slot,
+)
 from .pauses import end_pauses
 
 
@@ -204,7 +212,7 @@ def experiment_begun(
             slot=slot, status=body.status, why=body.why, is_exchanged=slot in seats
         )
         if (node := state.nodes.get(slot.node)) is not None:
-            node.slots_suspected[slot.index] = f"{task.spec.name}, {body.why}"[:TEXT_CHARS_MAX]
+            suspect_slot(node, slot.index, f"{task.spec.name}, {body.why}")
         task.restarts.pop(number, None)
         # Who gets its slot leaves its own: else the two would wait for each other.
         task.restarts.pop(seats.get(slot, -1), None)
@@ -243,7 +251,7 @@ def slots_judged(state: ClusterState, record: Record, task: Task, body: d.SlotsJ
             count_slot_fault(state, task, slot, seat.rank)
             state.replan = f"slot {slot.node}/{slot.index} is out"
         elif body.verdict == "open":
-            node.slots_suspected[slot.index] = f"{task.spec.name}, {body.why}"[:TEXT_CHARS_MAX]
+            suspect_slot(node, slot.index, f"{task.spec.name}, {body.why}")
     if body.slots_max:
         task.slots_max = body.slots_max
         task.target = _seats_without(task, body.suspects)
@@ -306,9 +314,9 @@ def task_ended(state: ClusterState, record: Record, task: Task, body: d.TaskEnde
     edits.set_members(task, ())
     task.target, task.incident, task.faults = (), 0, []
     for slot in task.blamed_slots:  # only its processes have blamed them
-        if (node := state.nodes.get(slot.node)) is not None and slot.index in node.slots_disabled:
-            node.slots_disabled = [index for index in node.slots_disabled if index != slot.index]
-            node.disabled_why.pop(slot.index, None)
+        node = state.nodes.get(slot.node)
+        if node is not None and not is_proved(node, slot.index):
+            enable_slot(node, slot.index)
     end_pauses(state, task, task.attempts)
     task.failures, task.suspects, task.blamed_slots = None, {}, []
     task.times_s, task.transition, task.downtime_s = {}, None, {}

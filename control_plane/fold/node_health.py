@@ -309,6 +309,24 @@ def disable_slots(node: Node, slots: tuple[int, ...], why: str) -> None:
     node.slots_disabled = sorted({*node.slots_disabled, *slots})
 
 
+def is_proved(node: Node, index: int) -> bool:
+    """Whether a device error of the slot takes it out, whatever processes say."""
+    return any(
+        index in erred.devices and severity_of(erred.status) == "SEV1" for erred in node.erred
+    )
+
+
+def enable_slot(node: Node, index: int) -> None:
+    """Fold: the slot is used again."""
+    node.slots_disabled = [other for other in node.slots_disabled if other != index]
+    node.disabled_why.pop(index, None)
+
+
+def suspect_slot(node: Node, index: int, why: str) -> None:
+    """Fold: the slot stays in use, but may be at fault."""
+    node.slots_suspected[index] = why[:TEXT_CHARS_MAX]
+
+
 def _disable(state: ClusterState, node: Node, erred: DeviceError) -> None:
     slots = erred.devices or tuple(range(node.num_slots))
     if set(slots) - set(node.slots_disabled):
@@ -392,8 +410,7 @@ def _give_back(state: ClusterState, node: Node, index: int) -> None:
         if any(strike.slot == slot for strike in one.strikes)
     ]
     node.node_faults = [one for one in node.node_faults if one.incident not in known]
-    node.slots_disabled = [other for other in node.slots_disabled if other != index]
-    node.disabled_why.pop(index, None)
+    enable_slot(node, index)
     for erred in node.erred:
         erred.devices, was = tuple(x for x in erred.devices if x != index), erred.devices
         if (was and not erred.devices) or not (was or node.slots_disabled):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from decider import Driver, at_rest, finish, only, spec, task_of
+from device_errors import erred
 from failing import SOFTWARE, experiments, fail, obey, out, play, processes, suspected
 from two_tasks import seen
 from unicron.cli.screens import cluster, nodes
@@ -275,25 +276,26 @@ def test_a_slot_is_out_once_its_rank_makes_progress_elsewhere(d: Driver, status:
 def test_a_device_error_takes_the_slot_out_and_keeps_it_out(d: Driver) -> None:
     task = begun(d, job("alpha", 1, 3))
     bad = task_of(d, task).seats_at[1]
-    d.tell(
-        d.source(bad.node),
-        r.DeviceErred(
-            node=bad.node,
-            incarnation=1,
-            origin="kernel",
-            status=s.ECC_ERRORS,
-            rule="xid-48",
-            text="DBE",
-            devices=(bad.index,),
-            code=48,
-        ),
-    )
+    erred(d, bad.node, devices=(bad.index,))
     obey(d, fail(d, task, [task_of(d, task).ranks[1]], s.CUDA_ERRORS))
     assert out(d) == [f"{bad.node}/{bad.index}"]
     assert not experiments(d)
     play(d, task, lambda _: False)
     assert task_of(d, task).outcome == "finished"
     assert out(d) == [f"{bad.node}/{bad.index}"]
+    at_rest(d)
+
+
+def test_a_slot_whose_device_errs_later_does_not_return_with_the_task(d: Driver) -> None:
+    task = begun(d, job("alpha", 1, 3))
+    bad = task_of(d, task).seats_at[1]
+    play(d, task, lambda rank: rank.slot == bad, finishes=False)
+    assert out(d) == [f"{bad.node}/{bad.index}"]
+    erred(d, bad.node, devices=(bad.index,))
+    obey(d, finish(d, task))
+    assert task_of(d, task).outcome == "finished"
+    assert out(d) == [f"{bad.node}/{bad.index}"]
+    assert d.state.nodes[bad.node].disabled_why[bad.index]
     at_rest(d)
 
 
@@ -466,19 +468,7 @@ def one_seed(seed: int) -> None:
     number = rng.choice(target).rank
     if kind == "device":
         d.tell("leader/abc", r.PolicySet(policy=Policy(evidence_s_max=600.0)))
-        d.tell(
-            d.source(slot.node),
-            r.DeviceErred(
-                node=slot.node,
-                incarnation=1,
-                origin="kernel",
-                status=s.ECC_ERRORS,
-                rule="xid-48",
-                text="DBE",
-                devices=(slot.index,),
-                code=48,
-            ),
-        )
+        erred(d, slot.node, devices=(slot.index,))
     fails = {
         "all": lambda rank: True,
         "one rank": lambda rank: rank.rank == number,
