@@ -31,7 +31,7 @@ from unicron.control_plane.state.cluster import DECIDER_VERSION
 from unicron.control_plane.state.incident import NUM_EVIDENCE_MAX
 from unicron.events.errors import UsageError
 from unicron.events.log import archive
-from unicron.events.records import decisions, statuses
+from unicron.events.records import decisions
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.codec import from_plain, to_plain
@@ -251,19 +251,7 @@ def test_an_open_incident_while_frozen() -> None:
 
 
 def test_a_disabled_slot_needs_an_operator(d: Driver, task: int) -> None:
-    d.tell(
-        d.source("n2"),
-        r.DeviceErred(
-            node="n2",
-            incarnation=1,
-            origin="kernel",
-            status=statuses.GPU_DRIVER_ERRORS,
-            rule="xid-79",
-            text="fallen off the bus",
-            devices=(0,),
-            code=79,
-        ),
-    )
+    erred(d, text="fallen off the bus")
     carry_out(d, d.exit(task, 2, code=1))
     out = [node.slots_disabled for node in d.state.nodes.values()]
     assert out == [[], [0]]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 from decider import Driver, at_rest, kinds, only, spec, task_of
+from device_errors import erred
+from failing import out
 from two_tasks import seen
 from unicron.control_plane.api import requests
 from unicron.control_plane.api.requests import Refusal
@@ -30,34 +32,9 @@ def refused(d: Driver, name: str) -> tuple[int, str, str]:
     return found.value.status, str(found.value), found.value.hint
 
 
-def out(d: Driver) -> list[str]:
-    return [
-        f"{node.name}/{index}"
-        for node in d.state.nodes.values()
-        for index in range(node.num_slots)
-        if node.is_disabled(index)
-    ]
-
-
-def erred(d: Driver, node: str, *slots: int) -> list[Record]:
-    return d.tell(
-        d.source(node),
-        reports.DeviceErred(
-            node=node,
-            incarnation=d.state.nodes[node].incarnation,
-            origin="kernel",
-            status=statuses.GPU_DRIVER_ERRORS,
-            rule="xid-79",
-            text="fallen off the bus",
-            devices=slots,
-            code=79,
-        ),
-    )
-
-
 def judged(d: Driver, node: str, *slots: int) -> list[Record]:
     """A device error that no rank has failed of, at its deadline."""
-    return d.due(f"device/{node}/{erred(d, node, *slots)[0].seq}")
+    return d.due(f"device/{node}/{erred(d, node, devices=slots)[0].seq}")
 
 
 def fail(d: Driver, task: int, rank: int) -> None:
@@ -133,7 +110,7 @@ def test_an_error_while_it_was_out_does_not_take_it_out_at_once(d: Driver) -> No
     d.obey(lift(d, f"{place.node}/{place.index}"))
     assert not out(d)
     before = len(only(IncidentOpened, d.log))
-    d.obey(erred(d, place.node))  # it has decisions about the node made
+    d.obey(erred(d, place.node, devices=()))  # it has decisions about the node made
     assert not out(d)
     assert len(only(IncidentOpened, d.log)) == before
     at_rest(d)
@@ -153,19 +130,8 @@ def test_only_the_named_slot_returns(d: Driver) -> None:
 
 def test_an_error_of_the_whole_node_is_forgotten_with_its_last_slot(d: Driver) -> None:
     d.running(spec(slots=WIDE))
-    erred(d, "n3")
-    other = d.tell(
-        d.source("n3"),
-        reports.DeviceErred(
-            node="n3",
-            incarnation=1,
-            origin="nvml",
-            status=statuses.GPU_DRIVER_ERRORS,
-            rule="nvml-lost",
-            text="lost",
-            devices=(),
-        ),
-    )
+    erred(d, "n3", devices=())
+    other = erred(d, "n3", devices=(), origin="nvml", rule="nvml-lost", text="lost", code=0)
     d.obey(d.due(f"device/n3/{other[0].seq}"))
     assert out(d) == ["n3/0", "n3/1"]
     d.obey(lift(d, "n3/0"))
