@@ -95,7 +95,13 @@ def _give_up(
     if without is not None:
         yield without
         return
-    why = f"{_budget_spent(state)}{blame.elsewhere(task, ranks, cleared)}: {cause.why}"
+    could_pass = task.failures is not None and task.failures.can_pass
+    budget = (
+        f"failed for more than {state.policy.passing_s_max:g} s (passing_s_max)"
+        if could_pass
+        else _budget_spent(state)
+    )
+    why = f"{budget}{blame.elsewhere(task, ranks, cleared)}: {cause.why}"
     yield _open_or_escalate(state, task, "SEV1", cause.status, "", (), why, cause.evidence)
     if not cleared:
         yield from blame.leave_open(task, ranks, why)
