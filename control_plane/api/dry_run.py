@@ -23,6 +23,7 @@ from ..decide.advance import decision_record, report_record
 from ..decide.decide import decide
 from ..decide.memory_checkpoints import assign_stores, assigned_bytes, bytes_max_of
 from ..fold.fold import fold
+from ..placement.usable_slots import fails_by_itself
 from ..planner import explain
 from ..planner.hot_spare import with_hot_spare
 from ..planner.pending import WaitExplanation, explain_waiting, work_under_limits
@@ -426,17 +427,17 @@ def _diff(
         seats=task.target,
         iteration=task.iteration,
         waits=f"{waits.why}; needs {waits.needs}" if waits is not None and not slots else "",
-        fails=_fails(task),
+        fails=_fails(state, task),
         layout_before=_layout(task, len(seats)),
         layout=_layout(task, slots),
     )
     return diff if old is not None or not task.target else _with_copies(diff, state, task)
 
 
-def _fails(task: Task) -> str:
+def _fails(state: ClusterState, task: Task) -> str:
     """What failures of the task's own processes mean for its plan."""
     words = [f"at most {task.slots_max} slots, more ranks fail"] * bool(task.slots_max)
-    if task.failures is not None:
+    if task.failures is not None and fails_by_itself(state, task):
         words.append(f"it takes no slot from another task: {task.failures.why}")
     words += [
         f"{suspect.slot.node}/{suspect.slot.index} is suspected: {suspect.why}"

@@ -1,8 +1,8 @@
 """The tasks that may not have every slot, and which slots are left for them.
 
-There are two reasons. Agents of some nodes cannot read the task's orders. Or its own processes
-fail: until it has passed its point of failure, it takes no slot from another task, and none that it
-suspects.
+There are two reasons. Agents of some nodes cannot read the task's orders. Or the task fails by
+itself: until it has passed its point of failure, it takes no slot from another task, and none that
+it suspects.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from ...events.records.order_format import ORDER_FORMAT_VERSION, needed_format
 from ...events.records.types import Slot
-from ..state.cluster import ClusterState
+from ..state.cluster import ClusterState, is_allocatable
 from ..state.node import Node
 from ..state.task import Task
 
@@ -25,6 +25,8 @@ class Barred(Struct, frozen=True):
     """Slots that ranks of the task have left because they failed there."""
     slots_max: int = 0
     """The most slots that the task may have; 0: no such limit."""
+    fails: bool = False
+    """Whether it fails by itself (`fails_by_itself`)."""
 
 
 Limits = Mapping[int, Barred]
@@ -52,10 +54,19 @@ def limits(state: ClusterState, tasks: Sequence[Task]) -> Limits:
                 for node in state.nodes.values()
                 if node.order_format < needs.get(task.id, 0) and node.name not in here
             )
-        if unread or task.failures is not None or task.suspects or task.slots_max:
+        fails = fails_by_itself(state, task)
+        if unread or fails or task.suspects or task.slots_max:
             left = [suspect.slot for suspect in task.suspects.values() if not suspect.is_exchanged]
-            barred[task.id] = Barred(unread, frozenset(left), task.slots_max)
+            barred[task.id] = Barred(unread, frozenset(left), task.slots_max, fails)
     return barred
+
+
+def fails_by_itself(state: ClusterState, task: Task) -> bool:
+    """Whether the task's own processes fail, on a slot that is still in use. If all slots where
+    they failed are out, as by a device error, or lost, the slots explain the failures."""
+    return task.failures is not None and any(
+        is_allocatable(state, slot) for slot in task.failures.slots
+    )
 
 
 def reads(node: Node, task: Task) -> bool:

@@ -402,7 +402,7 @@ def _missing(
 def _barred(state: ClusterState, task: Task, snapshot: PlanningSnapshot) -> tuple[str, str]:
     """(why the task may not have enough of the slots, what it needs)."""
     barred = snapshot.barred[task.id]
-    if barred.unread and task.failures is None:
+    if barred.unread and not barred.fails:
         return _unread(state, task, barred.unread)
     return (
         "its own processes fail, so it takes no slot from another task",

@@ -414,6 +414,40 @@ def test_status_tells_the_try_and_the_next_time(d: Driver) -> None:
     assert found.tasks[0].fails.startswith("it takes no slot from another task: rank 0 on n1")
 
 
+# --- slots of other tasks -------------------------------------------------------------------------
+@pytest.mark.parametrize("first", ["device", "process"])
+@pytest.mark.parametrize("status", [s.ECC_ERRORS, s.EXITED_ABNORMALLY])
+def test_a_task_whose_device_erred_may_take_the_slot_of_another(first: str, status: str) -> None:
+    d = Driver(nodes=3, slots=1)
+    dear, cheap = begun(d, job("dear", 1, 1, weight=9.0)), begun(d, job("cheap", 1, 2))
+    bad = task_of(d, dear).seats_at[0]
+    for told in (first, "process" if first == "device" else "device"):
+        if told == "device":
+            obey(d, erred(d, bad.node))
+        else:
+            obey(d, fail(d, dear, processes(d, dear), status))
+    assert task_of(d, dear).failures is not None
+    assert len(task_of(d, dear).target) == len(task_of(d, cheap).target) == 1
+    d.progress(dear)
+    d.progress(cheap)
+    assert out(d) == [f"{bad.node}/0"]
+    at_rest(d)
+
+
+def test_a_task_that_fails_and_then_loses_its_node_may_take_the_slot_of_another() -> None:
+    d = Driver(nodes=3, slots=1)
+    dear, cheap = begun(d, job("dear", 1, 1, weight=9.0)), begun(d, job("cheap", 1, 2))
+    where = task_of(d, dear).seats_at[0].node
+    fail(d, dear, processes(d, dear))
+    obey(d, d.tell("operator/drain", r.NodeDrained(node=where, reason="repair")))
+    (seat,) = task_of(d, dear).target
+    assert seat.slot.node != where
+    assert len(task_of(d, cheap).target) == 1
+    # It fails there, too: that is its own, and it takes no third slot.
+    obey(d, fail(d, dear, processes(d, dear)))
+    assert len(task_of(d, cheap).target) == 1
+
+
 # --- a person -------------------------------------------------------------------------------------
 def test_a_lift_during_an_experiment_ends_it(d: Driver) -> None:
     task = begun(d, job("alpha", 1, 3))
