@@ -1,4 +1,4 @@
-"""A loss that is not finite, in real ranks: the state before it is kept."""
+"""A loss that is not finite, in real ranks: the state before it is kept, or no step is taken."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from loop_driver import changed_example, drive_loop
 from nursery import Nursery
 from rank_driver import Driver
 from reference import read
-from unicron.events.records.reports import CheckpointSaved, LossNotFinite
+from unicron.events.records.reports import (
+    CheckpointSaved,
+    LossFiniteAgain,
+    LossNotFinite,
+    TaskProgressed,
+)
 from unicron.events.spec.model import Axes
 
 FIRST, ITERATIONS, MICRO_BATCHES = 3, 6, 4
@@ -80,3 +85,15 @@ def test_the_last_finite_state_is_saved_and_stored(drive: Drive, layout: str) ->
     assert [is_finite(output / one.path) for one in saved] == [True, False]
     assert [(one.iteration, one.is_saving) for one in driver.told(LossNotFinite)] == [(FIRST, True)]
     assert whole_steps(driver.keepers) == [FIRST], "and none of a later state"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_iteration_whose_loss_is_not_finite_may_take_no_step(drive: Drive, layout: str) -> None:
+    driver = drive(f"== {FIRST}", skip_not_finite=True, **LAYOUTS[layout])
+    (saved,) = driver.told(CheckpointSaved)
+    assert (saved.step_version, saved.loss) == (ITERATIONS, "")
+    assert is_finite(Path(driver.work.output) / saved.path)
+    assert [one.iteration for one in driver.told(LossNotFinite)] == [FIRST]
+    (again,) = driver.told(LossFiniteAgain)
+    assert (again.iteration, again.num) == (FIRST + 1, 1)
+    assert driver.told(TaskProgressed)[-1].skipped == 1

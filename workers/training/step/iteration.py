@@ -620,7 +620,8 @@ class Iteration:
 
     def _spoils(self, stats: Stats) -> bool:
         """Whether the loss says that this step, the first of a series, makes a finite state NaN or
-        infinite. A loss scaler skips such a step. The same on all members."""
+        infinite. A loss scaler skips such a step, and so does `skip_not_finite`. The same on all
+        members."""
         at, history = self.step_version, self.history
         return (
             not math.isfinite(stats.loss_sum)
@@ -628,6 +629,7 @@ class Iteration:
             and not history.spoilt_by
             and history.is_finite(at - 1)
             and scale_of(self.trainee.optimizer) is None
+            and not self.trainee.train.skip_not_finite
         )
 
     def _pass_barrier(self) -> tuple[StepBarrier, float] | Outcome:
@@ -718,9 +720,10 @@ class Iteration:
     def _step(self, gate: StepBarrier | None, scale: float | None = None) -> None:
         """Compute the next state from the reduced gradients; waits for no other member."""
         stats = self._reduced
+        skips = self.trainee.train.skip_not_finite and not math.isfinite(stats.loss_sum)
         self.before_change()
         if gate is None:
-            norm = step(self.trainee, stats.num_tokens, self._note)
+            norm = step(self.trainee, stats.num_tokens, self._note, skips=skips)
         else:
             self._gate = gate
             self.reduction.done()
@@ -731,6 +734,7 @@ class Iteration:
                 norm_square=gate.norm_square,
                 found_inf=gate.num_not_finite > 0,
                 scale=scale,
+                skips=skips,
             )
             if self.reduction.exact is not None and not gate.num_not_finite:
                 self.reduction.exact.stepped()

@@ -58,6 +58,7 @@ def step(
     norm_square: float | None = None,
     found_inf: bool = False,
     scale: float | None = None,
+    skips: bool = False,
 ) -> float | None:
     """Divide by the loss's divisor, then step optimizer and schedule. Returns the norm of the
     gradient; None: it did not step.
@@ -65,9 +66,15 @@ def step(
     If a scaled gradient is not finite, Megatron's optimizer skips its step and lowers the scale,
     and the schedule does not advance, but the iteration counts. Members with the same gradients
     decide the same. If each member has a part of the gradients, `norm_square` and `found_inf` are
-    of all. `scale` is the loss scale; None: it is read from the device.
+    of all. `scale` is the loss scale; None: it is read from the device. `skips`: the iteration
+    takes no step, and only counts (`train.skip_not_finite`).
     """
     note("scale")
+    if skips:
+        log.warning("loss not finite, step skipped")
+        trainee.is_gathered = True
+        note("done")
+        return None
     divisor = trainee.divisor(num_tokens)
     if divisor != 1.0:
         count = torch.full((), divisor, dtype=torch.int, device=trainee.device)
