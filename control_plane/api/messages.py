@@ -17,6 +17,7 @@ from ..history.history import Output
 from ..history.timeline import Span
 from ..state.incident import Incident
 from ..state.node import Check, Quarantine
+from ..state.task import LossSeries
 from ..throughput.transition_cost import Transition
 from .dry_run import Change
 from .needs import Need
@@ -257,6 +258,9 @@ TimelineAnswer = TypedDict(
         "incidents": list[Mark],
     },
 )
+LossMark = TypedDict(
+    "LossMark", {"iteration": int, "what": Annotated[str, Meta(description="What begins there")]}
+)
 Generation = TypedDict("Generation", {"at_s": float, "iteration": int, "layout": str})
 LogRecord = TypedDict(
     "LogRecord",
@@ -413,6 +417,14 @@ Failing = TypedDict(
         ],
     },
 )
+NotPublished = TypedDict(
+    "NotPublished",
+    {
+        "path": Annotated[str, Meta(description="In the output of the task")],
+        "iteration": int,
+        "loss": Annotated[str, Meta(description="What made its state NaN or infinite")],
+    },
+)
 TaskView = TypedDict(
     "TaskView",
     {
@@ -448,6 +460,11 @@ TaskView = TypedDict(
         "logged_batch": int,
         "model_batch": int,
         "loss": float | None,
+        "not_finite": Annotated[
+            Annotated[Plain, encoded(LossSeries)] | None,
+            Meta(description="The losses up to now, if they are not finite"),
+        ],
+        "loss_iterations": Annotated[int, Meta(description="As the policy has it")],
         "step_s": float,
         "rate_flops": float,
         "waf": float,
@@ -482,6 +499,9 @@ TaskView = TypedDict(
         "output": str,
         "checkpoint": str,
         "checkpoint_iteration": int,
+        "not_published": Annotated[
+            NotPublished | None, Meta(description="A later checkpoint whose state is not finite")
+        ],
         "unsaved": int,
         "unpublished": int,
         "copies": list[MemoryCopy],
@@ -650,6 +670,9 @@ Curves = TypedDict(
         "view": TaskView | None,
         "iterations": list[int],
         "losses": list[float | None],
+        "loss_marks": Annotated[
+            list[LossMark], Meta(description="Series that are not finite, and spikes")
+        ],
         "step_s": list[float | None],
         "layouts": list[Generation],
         "skipped": int,

@@ -382,14 +382,19 @@ def _finish(state: ClusterState, task: Task) -> Iterator[Body]:
             or (task.final_known and rank.quiesced == task.generation)
         ):
             yield stop_rank(task, rank, state.policy.stop_s_max, "the task is done")
-    final = task.checkpoint is not None and task.checkpoint.final
-    if not task.ranks and final and not task.publishing and task.saved is None:
+    if not task.ranks and task.final_known and not task.publishing and task.saved is None:
         yield from end_incident(state, task, "the task is finished")
-        yield TaskEnded(
-            task=task.id,
-            outcome="finished",
-            why=f"{task.iteration} iterations; {task.checkpoint_path}",
-        )
+        yield TaskEnded(task=task.id, outcome="finished", why=_finished(task))
+
+
+def _finished(task: Task) -> str:
+    """How many iterations it has done, and where its state is."""
+    last, series = task.unpublished, task.not_finite
+    if last is None:
+        return f"{task.iteration} iterations; {task.checkpoint_path}"
+    since = f" since iteration {series.first}" if series is not None else ""
+    latest = f"latest stays at {task.checkpoint_path}" if task.checkpoint_path else "no latest"
+    return f"{task.iteration} iterations, loss {last.loss}{since}; {latest}, not {last.path}"
 
 
 def _end(state: ClusterState, task: Task) -> Iterator[Body]:

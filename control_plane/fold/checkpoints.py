@@ -29,12 +29,19 @@ def checkpoint_saved(
     ):
         return  # another rank took over the save and has saved a newer state
     output = task.spec.training.output if task.spec.training is not None else ""
-    task.saved = Checkpoint(
+    saved = Checkpoint(
         generation=body.generation,
         step_version=body.step_version,
         path=body.path.removeprefix(output).lstrip("/"),
         final=body.final,
+        loss=body.loss,
     )
+    if body.loss:  # the published one stays: it is finite
+        task.unpublished = saved
+        return
+    task.saved = saved
+    if task.unpublished is not None and task.unpublished.step_version <= saved.step_version:
+        task.unpublished = None
 
 
 def checkpoint_published(

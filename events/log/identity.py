@@ -201,6 +201,7 @@ AGENT_REPORTS: tuple[type[Body], ...] = (
     reports.TaskProgressed,
     reports.IterationsLogged,
     reports.LossNotFinite,
+    reports.LossFiniteAgain,
     reports.StepTimeChanged,
     reports.MemoryCheckpointStored,
     reports.CheckpointSaved,

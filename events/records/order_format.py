@@ -49,6 +49,8 @@ def _exact_sums(at: str, of: type[Struct]) -> Iterator[Added]:
 ADDED: tuple[Added, ...] = (
     *_exact_sums("train", Train),
     *_exact_sums("loop", Loop),
+    Added(StartRank, ("spec", "train", "skip_not_finite"), Train, 1),
+    Added(StartRank, ("spec", "loop", "skip_not_finite"), Loop, 1),
     Added(StartRank, ("spec", "model", "exact_sum_bits"), MegatronModel, 1),
     Added(StartRank, ("spec", "loop", "model", "exact_sum_bits"), MegatronModel, 1),
 )

@@ -115,10 +115,10 @@ class Loop(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     The script decides the rest (workers/training/adopt/adoption.py). `micro_batches` is the number
     of micro-batches of one iteration over all ranks; it never changes. `output`,
-    `checkpoint_every`, `copy_every`, `kept_sum`, `reproducible` and what belongs to it are as in
-    `train:`. `parallel`: the layouts in which the script can build its model. `model`: the GPT that
-    it builds. The throughput is then modelled, and a layout is only chosen if it fits into the
-    GPU's memory.
+    `checkpoint_every`, `copy_every`, `kept_sum`, `skip_not_finite`, `reproducible` and what belongs
+    to it are as in `train:`. `parallel`: the layouts in which the script can build its model.
+    `model`: the GPT that it builds. The throughput is then modelled, and a layout is only chosen if
+    it fits into the GPU's memory.
     `micro_batch`, `zero1` and `kept_sum` of the model follow from the other keys of the loop.
     """
 
@@ -128,6 +128,7 @@ class Loop(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     checkpoint_every: int = 0
     copy_every: int = 10
     kept_sum: bool = True
+    skip_not_finite: bool = False
     reproducible: Reproducible = "rounding"
     reproducible_bits: Literal[64, 32] = 64
     digest_every: int = 100
@@ -283,6 +284,7 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     backward pass, in buckets of about `bucket_params` parameters; 0: Megatron's default, 40
     million. `kept_sum`: each rank keeps a copy of its local gradients during a reduction, 4 bytes a
     parameter; without it, a fault during a reduction redoes the iteration from its start.
+    `skip_not_finite`: an iteration whose loss is NaN or infinite takes no step.
     `reproducible` bitwise: gradients are summed exactly, in integers of `reproducible_bits`, so
     that a run through faults ends with the bits of the run without; what cannot do so trains with
     rounding, or with `required` is refused. Bitwise, replicas compare the digests of their states
@@ -306,6 +308,7 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     overlap: bool = False
     bucket_params: int = 0
     kept_sum: bool = True
+    skip_not_finite: bool = False
     reproducible: Reproducible = "rounding"
     reproducible_bits: Literal[64, 32] = 64
     digest_every: int = 100
@@ -665,6 +668,12 @@ def check_reproducible(work: Train | Loop, path: str) -> None:
         f"{work.reproducible} keeps the tensor-parallel size, but {path}.parallel.tensor names "
         f"{len(work.parallel.tensor)} sizes: another size computes other bits",
         "name one size there, or leave reproducible out",
+    )
+    need(
+        not (is_exact and work.skip_not_finite),
+        f"{path}.skip_not_finite",
+        f"with reproducible: {work.reproducible} a gradient that is not finite ends the task",
+        "write reproducible: rounding, or leave it out",
     )
     need_count(work.digest_every, f"{path}.digest_every", least=0)
     for name, default in (("reproducible_bits", 64), ("digest_every", 100)):

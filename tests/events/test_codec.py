@@ -164,6 +164,7 @@ def test_golden_records_are_readable() -> None:
         assert _contains(body, line["plain"]["body"]), line["kind"]
         today = FORMER_NAMES.get(line["kind"], line["kind"])
         assert told.pop("ignorable", False) == (today in IGNORABLE)
+        line["plain"].pop("ignorable", None)
         assert {**told, "body": 0, "v": 0} == {**line["plain"], "kind": today, "body": 0, "v": 0}
 
 

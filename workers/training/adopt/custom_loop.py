@@ -330,6 +330,7 @@ class LoopWorkload:
             seed=seed,
             loss=loss,
             kept_sum=loop.kept_sum,
+            skip_not_finite=loop.skip_not_finite,
             reproducible=loop.reproducible,
             reproducible_bits=loop.reproducible_bits,
             digest_every=loop.digest_every,

@@ -66,7 +66,7 @@ class Format(Protocol):
     def clear(self, generation: int, name: str) -> None:
         """Remove partial checkpoints that no member of this generation writes, but not `name`."""
 
-    def saved(self, generation: int, step_version: int, ckpt_bytes: int, *, final: bool) -> None:
+    def saved(self, save: "Save", ckpt_bytes: int, *, final: bool) -> None:
         """A checkpoint is complete; called on its first member. Raises OSError."""
 
 
@@ -98,27 +98,30 @@ class OwnFormat:
             folder.clear(self._output, generation)
         self._cleared = generation
 
-    def saved(self, generation: int, step_version: int, ckpt_bytes: int, *, final: bool) -> None:
+    def saved(self, save: "Save", ckpt_bytes: int, *, final: bool) -> None:
         self._tell(
             CheckpointSaved(
                 task=self._task,
-                generation=generation,
-                step_version=step_version,
+                generation=save.generation,
+                step_version=save.step_version,
                 final=final,
-                path=relative_path(generation, step_version),
+                path=relative_path(save.generation, save.step_version),
                 ckpt_bytes=ckpt_bytes,
+                loss=save.loss,
             )
         )
 
 
 class Save(NamedTuple):
     """One checkpoint. `saving`: the positions that save; the first completes it. `store`: the
-    endpoint of the generation's store, which no other generation of any task has."""
+    endpoint of the generation's store, which no other generation of any task has. `loss`: what made
+    the state NaN or infinite (History.spoilt_by); empty: nothing has."""
 
     generation: int
     step_version: int
     saving: tuple[int, ...]
     store: str
+    loss: str = ""
 
     @property
     def token(self) -> str:
@@ -220,9 +223,7 @@ class Saver:
         self._is_superseded = False
         if self._has_written(save, trainee.place):
             if trainee.place == save.saving[0] and self._saved is not None:
-                self._format.saved(
-                    save.generation, save.step_version, self._saved_bytes, final=final
-                )
+                self._format.saved(save, self._saved_bytes, final=final)
             return
         content = self._format.content(trainee, save.step_version, history, save.saving)
         taken = snapshot.Snapshot(content.share, None)
@@ -287,7 +288,7 @@ class Saver:
                     self._leftover = None
                     self._note("saved", save.generation, save.step_version)
                     self._saved, self._saved_bytes = save, ckpt_bytes
-                    self._format.saved(save.generation, save.step_version, ckpt_bytes, final=final)
+                    self._format.saved(save, ckpt_bytes, final=final)
         except WRITE_ERRORS as error:
             raise NotSaved(name, object_storage.reason(error)) from error
         finally:
