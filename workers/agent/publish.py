@@ -7,7 +7,6 @@ checkpoint is published.
 """
 
 import asyncio
-import fcntl
 import json
 import os
 import subprocess
@@ -21,6 +20,7 @@ from msgspec import Struct
 
 from ...events import object_storage
 from ...events.errors import UnicronError, UsageError
+from ...events.file_lock import FileLock
 from ...events.records.envelope import Record
 from ...events.records.orders import PublishCheckpoint
 from ...events.spec.job import is_url
@@ -101,15 +101,12 @@ def publish(
     folder = Path(output)
     if not (folder / relative).is_dir():
         raise PublishRefused(f"{folder / relative} does not exist")
-    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(folder / _LOCK, 0o644).acquire(waits=True) as lock:
         store = object_storage.PathStore(folder)
         _refuse_older(note, _decode(store.read(_NOTE)))
+        lock.check()
         _move_link(folder, relative)
         store.write(_NOTE, msgspec.json.encode(note))  # with the link, as the folder is synced
-    finally:
-        os.close(lock)
 
 
 def _publish_as(user: RankUser, **what: object) -> None:
