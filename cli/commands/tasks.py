@@ -14,6 +14,8 @@ from ...control_plane.api.needs import ENDED
 from ...events.errors import UnicronError, UsageError
 from ...events.network_address import is_loopback
 from ...events.spec.job import JobSpec, Slots, is_url
+from ...workers.host import output_owner
+from ...workers.host.output_owner import NotOwner, Owner
 from ..cluster.client import Client, Interrupted, Refused, Unable, Unreachable, Urls, connect
 from ..cluster.local_cluster import START_S_MAX
 from ..cluster.state_dir import StateDir, default
@@ -114,31 +116,59 @@ def check_files(spec: JobSpec, client: Client | None, url: Urls, path: Path) -> 
 
 
 def check_output(spec: JobSpec, client: Client, path: Path) -> None:
-    """Raises UsageError for an output folder that has checkpoints of an earlier task, which this
-    one would overwrite. Folders that this host does not see, and scripts with --load, are not
-    checked."""
+    """Raises UsageError for an output folder that is another task's, by whatever name, or that has
+    checkpoints of an earlier task, which this one would overwrite. Folders that this host does not
+    see are not checked, and of scripts with --load, only whose folder it is."""
     training = spec.training
+    if training is None or is_url(training.output) or not os.path.isdir(training.output):
+        return
     loads = any(word.partition("=")[0] == "--load" for word in spec.command)
-    if training is None or is_url(training.output) or loads:
-        return
     output = os.path.normpath(training.output)
-    if not any(one.name[5:].isdecimal() for one in Path(output).glob("gen-*/iter-*")):
-        return
+    where = "train" if spec.train is not None else "loop"
+    state = client.get("/v1/state")
     same = [
         task
-        for task in client.get("/v1/state")["tasks"]
+        for task in state["tasks"]
         if task["output"] and os.path.normpath(task["output"]) == output
     ]
     if any(task["state"] not in ENDED for task in same):  # the cluster refuses it, and says why
         return
+    _check_owner(output, state, f"{path}: {where}.output")
+    checkpoints = Path(output).glob("gen-*/iter-*")
+    if loads or not any(one.name[5:].isdecimal() for one in checkpoints):
+        return
     owner = f"task {same[-1]['id']} ({same[-1]['name']})" if same else "an earlier task"
-    where = "train" if spec.train is not None else "loop"
     raise UsageError(
         f"{path}: {where}.output: {output} has checkpoints of {owner}, which this one "
         "would overwrite",
         "name another output, or move them away: "
         f"mv {shlex.quote(output)} {shlex.quote(output + '.before')}",
     )
+
+
+def _check_owner(output: str, state: Plain, what: str) -> None:
+    """Raises UsageError for the folder of a live task under another name (a link, a bind mount),
+    or of another cluster."""
+    for task in state["tasks"]:
+        theirs = task["output"]
+        if task["state"] in ENDED or not theirs or is_url(theirs):
+            continue
+        if os.path.isdir(theirs) and os.path.samefile(theirs, output):
+            raise UsageError(
+                f"{what}: {output} is being written, by task {task['id']} ({task['name']}), "
+                f"which names it {theirs}",
+                f"unicron cancel {task['id']}, or give this one another output",
+            )
+    cluster = state["cluster"]
+    if not cluster.get("id"):  # an older control plane
+        return
+    me = Owner(cluster=cluster["name"], cluster_id=cluster["id"], output=output)
+    try:
+        output_owner.check(Path(output), me, takes_over=True)
+    except NotOwner as error:
+        raise UsageError(f"{what}: {error}", error.hint) from None
+    except OSError:
+        return  # it is not readable here
 
 
 def cancel(state: StateDir, url: Urls, task: Sequence[str], reason: str, *, as_json: bool) -> None:

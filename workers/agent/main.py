@@ -302,6 +302,7 @@ def _node(
         name=options.node,
         incarnation=incarnation,
         cluster=joined.cluster,
+        cluster_id=joined.cluster_id,
         host=options.host,
         num_slots=options.num_slots,
         state_dir=options.state_dir.absolute(),

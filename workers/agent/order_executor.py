@@ -84,7 +84,7 @@ class OrderExecutor:
         self._loop = asyncio.get_running_loop()
         self._slots = [asyncio.Lock() for _ in range(node.num_slots)]
         self._ranks: dict[tuple[int, int, int], RankAttempt] = {}
-        self._publisher = Publisher(node.cluster, node.run_as)
+        self._publisher = Publisher(node.cluster, node.cluster_id, node.run_as)
         self._exit_reporter = ExitReporter(killed)
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False

@@ -24,13 +24,15 @@ from ...events.file_lock import FileLock
 from ...events.records.envelope import Record
 from ...events.records.orders import PublishCheckpoint
 from ...events.spec.job import is_url
+from ..host import output_owner
+from ..host.output_owner import Owner
 from ..host.rank_user import RankUser
 
 PUBLISH_S_MAX = 60.0
 SAID_BYTES_MAX = 1_000
 _DONE = "done"
 _LATEST = "latest"
-_NOTE = ".published.json"
+_NOTE = output_owner.PUBLISHED_FILE
 _LOCK = ".published.lock"
 
 
@@ -45,8 +47,8 @@ class Superseded(PublishRefused):
 class Publisher:
     """Publishes the checkpoints that orders name, one at a time, as the user of the ranks."""
 
-    def __init__(self, cluster: str, user: RankUser | None = None) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: str, cluster_id: str = "", user: RankUser | None = None) -> None:
+        self._cluster, self._cluster_id = cluster, cluster_id
         self._publish = partial(_publish_as, user) if user else publish
         self._publishing = asyncio.Lock()
 
@@ -58,6 +60,7 @@ class Publisher:
                     await asyncio.to_thread(
                         self._publish,
                         cluster=self._cluster,
+                        cluster_id=self._cluster_id,
                         order=record.seq,
                         at_s=record.at_s,
                         task=order.task,
@@ -83,12 +86,20 @@ class _Note(Struct, frozen=True, kw_only=True):
 
 
 def publish(
-    *, cluster: str, order: int, at_s: float, task: int, generation: int, output: str, path: str
+    *,
+    cluster: str,
+    order: int,
+    at_s: float,
+    task: int,
+    generation: int,
+    output: str,
+    path: str,
+    cluster_id: str = "",
 ) -> None:
     """Point `<output>/latest` at `path`, which is relative to `output`. In a folder this is one
-    compare-and-set under a lock file. An order older than the last executed one is refused; a
-    repeated one does no harm. Blocks on the disk: call it in a thread. Raises PublishRefused,
-    Superseded, OSError."""
+    compare-and-set under a lock file. An order older than the last executed one is refused, as one
+    of a task that is not the folder's owner; a repeated one does no harm. Blocks on the disk: call
+    it in a thread. Raises PublishRefused, Superseded, OSError."""
     relative = PurePosixPath(path)
     if relative.is_absolute() or ".." in relative.parts or not relative.parts:
         raise PublishRefused(f"{path!r} is not a path inside the output folder")
@@ -101,8 +112,10 @@ def publish(
     folder = Path(output)
     if not (folder / relative).is_dir():
         raise PublishRefused(f"{folder / relative} does not exist")
+    publisher = Owner(cluster=cluster, cluster_id=cluster_id, task=task, output=output)
     with FileLock(folder / _LOCK, 0o644).acquire(waits=True) as lock:
         store = object_storage.PathStore(folder)
+        output_owner.check(folder, publisher)
         _refuse_older(note, _decode(store.read(_NOTE)))
         lock.check()
         _move_link(folder, relative)

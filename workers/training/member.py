@@ -16,6 +16,7 @@ from ...events.records.orders import Quiesce, Reconfigure, Resume, StartRank
 from ...events.spec.job import Train, is_url
 from ...events.spec.model import Axes
 from ...events.spec.parallelism import coordinates, layout_in_words, num_positions, replica
+from ..host import output_owner
 from ..ipc.progress_page import OUTSIDE_CODE, ProgressWriter
 from .checkpoint import checkpoint, memory_checkpoint
 from .checkpoint.memory_checkpoint import StoreOrder
@@ -96,8 +97,11 @@ class Member:
         self.exclude_new_sockets = (
             self.communicators.exclude_new_sockets if is_url(self.train.output) else nullcontext
         )
+        owner = output_owner.of_rank(environment, start.task, start.spec.name, self.train.output)
         with self.exclude_new_sockets():
-            checkpoint.check_output(self.train.output)
+            checkpoint.check_output(
+                self.train.output, f"{'train' if start.spec.train else 'loop'}.output", owner
+            )
         words = work.load()
         axes, place = expected_position(start, self.train)
         # A restarted rank usually receives its state from peers, so it draws no weights.
@@ -134,7 +138,7 @@ class Member:
         self.savers = [
             Saver(form, exclude_new_sockets=self.exclude_new_sockets, note=self.trace.note)
             for form in (
-                OwnFormat(self.train.output, self.train.checkpoint_every, start.task, control.tell),
+                OwnFormat(self.train.checkpoint_every, owner, control.tell),
                 *work.exports,
             )
         ]

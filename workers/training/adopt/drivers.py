@@ -20,6 +20,8 @@ from ....events.records.orders import StartRank
 from ....events.spec.job import Train, is_url
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import is_plain
+from ...host import output_owner
+from ...host.output_owner import Owner
 from ...ipc.pipe_protocol import Unpacker
 from ...ipc.progress_page import ProgressWriter
 from ..checkpoint import checkpoint
@@ -91,7 +93,14 @@ class RestartOnlyDriver:
             work.begin(with_shards(trainee), part_builder(work, self.communicators, device))
         self.history = History()
         self._checkpoint = RestartCheckpoint(
-            work.train, trainee, environment.get("UNICRON_TASK", "")
+            work.train,
+            trainee,
+            output_owner.of_rank(
+                environment,
+                int(environment.get("UNICRON_TASK", "0")),
+                start.spec.name if start is not None else "",
+                work.train.output,
+            ),
         )
         self._memory: RestartMemory | None = None
         if start is not None and work.train.copy_every:
@@ -200,17 +209,18 @@ class RestartCheckpoint:
     """The last checkpoint of a restart-only task, in folder `task-N` of its output; none without
     an agent, without a folder, or if no rank has the whole state of a known optimizer."""
 
-    def __init__(self, train: Train, trainee: TrainingModel, task: str) -> None:
+    def __init__(self, train: Train, trainee: TrainingModel, task: Owner) -> None:
         self._train = train
         self._folder = ""
-        if not (train.output and task):
+        if not (train.output and task.task):
             return
         if (
             trainee.is_plain
             and not optimizers.not_adam(trainee.optimizer)
             and not is_url(train.output)
         ):
-            self._folder = checkpoint.folder_of(train.output, f"task-{task}")
+            self._folder = checkpoint.folder_of(train.output, f"task-{task.task}")
+            checkpoint.check_output(train.output, "loop.output", task)
         else:
             log.warning(
                 "no checkpoints: after a fault the task begins at the first iteration",

@@ -5,6 +5,7 @@ the checkpoints of a task in parts.
 """
 
 import os
+from pathlib import Path
 
 import msgspec
 
@@ -12,6 +13,8 @@ from ....events import object_storage
 from ....events.errors import UnicronError, UsageError
 from ....events.object_storage import PathStore, Store
 from ....events.spec.job import is_url
+from ...host import output_owner
+from ...host.output_owner import NotOwner, Owner
 from ..model import training_state
 from ..model.trainee import TrainingModel
 from ..process.history import History
@@ -44,11 +47,16 @@ WRITE_ERRORS = (OSError, RuntimeError, MemoryError)
 """Errors of a write, beside Superseded. torch's C++ code reports a full disk as RuntimeError."""
 
 
-def check_output(output: str, what: str = "train.output") -> None:
+def check_output(output: str, what: str = "train.output", task: Owner | None = None) -> None:
     """Raise UsageError at the start, not at the first save, if a path or URL cannot be written.
-    `what` names it to the user."""
+    `what` names it to the user. `task` becomes the owner of a folder; if that is another task's,
+    that is a UsageError too."""
     try:
         (Store(output) if is_url(output) else PathStore(output)).check_writable()
+        if task is not None and not is_url(output):
+            output_owner.claim(Path(output), task)
+    except NotOwner as error:
+        raise UsageError(f"{what}: {error}", error.hint) from None
     except OSError as error:
         raise UsageError(
             f"{what}: {output}: {object_storage.reason(error).lower()}",
