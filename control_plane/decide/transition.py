@@ -5,7 +5,7 @@ level-triggered: a second call yields nothing, so a new leader needs no special 
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ...events.records.decisions import TaskEnded
 from ...events.records.orders import PublishCheckpoint, Quiesce, Reconfigure, Resume
@@ -13,7 +13,7 @@ from ...events.records.types import Body, Member, QuiesceMode, Seat
 from ..incidents.lifecycle import close_incident, end_incident, network_incident, open_incidents
 from ..state.cluster import ClusterState
 from ..state.members import is_pinned
-from ..state.task import Phase, Rank, Task
+from ..state.task import Checkpoint, Phase, Rank, Task
 from . import memory_checkpoints
 from .membership import expected_positions, next_membership
 from .preemption import (
@@ -336,30 +336,43 @@ def _publish(state: ClusterState, task: Task) -> Iterator[Body]:
     """Order the writer's node to publish; if it is gone, another publishes a final checkpoint."""
     if task.spec.training is None:
         return
-    output = task.spec.training.output
     if task.saved is not None and task.members:
         first = task.member(task.saver)
         name = first.slot.node if first is not None else task.members[0].node
-        yield PublishCheckpoint(
-            nodes=(name,),
-            task=task.id,
-            generation=task.saved.generation,
-            output=output,
-            path=task.saved.path,
-        )
+        yield _publication(task, task.saved, name)
     for waiting in list(task.publishing.values()):
         node = state.nodes.get(waiting.node)
         gone = node is None or node.health in ("lost", "left") or node.replace
         healthy = (name for name in sorted(state.nodes) if state.nodes[name].health == "healthy")
         other = next(healthy, "") if waiting.final and gone else ""
         if other:
-            yield PublishCheckpoint(
-                nodes=(other,),
-                task=task.id,
-                output=output,
-                generation=waiting.generation,
-                path=waiting.path,
-            )
+            yield _publication(task, waiting, other)
+
+
+def _publication(task: Task, found: Checkpoint, node: str) -> PublishCheckpoint:
+    assert task.spec.training is not None
+    return PublishCheckpoint(
+        nodes=(node,),
+        task=task.id,
+        generation=found.generation,
+        output=task.spec.training.output,
+        path=found.path,
+        remove=_removable(task, found, task.spec.training.checkpoint_keep),
+    )
+
+
+def _removable(task: Task, found: Checkpoint, keep: int | Literal["all"]) -> tuple[str, ...]:
+    """The checkpoints that may go once `found` is published: not the `keep` newest, and none that a
+    recovery may read before the publication is known."""
+    paths = [one.path for one in task.stored]
+    if keep == "all" or found.path not in paths:
+        return ()
+    needed = {task.checkpoint_path, found.path}
+    if task.phase != "training":
+        needed.add(task.reconfigure_checkpoint)
+    needed |= {waiting.path for waiting in task.publishing.values()}
+    older = paths[: paths.index(found.path) + 1]
+    return tuple(path for path in older[: max(len(older) - keep, 0)] if path not in needed)
 
 
 def _finish(state: ClusterState, task: Task) -> Iterator[Body]:

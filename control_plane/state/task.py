@@ -216,6 +216,15 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
     """The node that was ordered to publish it."""
 
 
+class StoredCheckpoint(Struct, frozen=True, kw_only=True):
+    """A complete checkpoint on disk that may still be there: its `path` relative to the output, its
+    `step_version`, and whether it was published (`is_published`)."""
+
+    path: str
+    step_version: int
+    is_published: bool = False
+
+
 class Task(Struct, kw_only=True):
     """One task, from TaskSubmitted to TaskEnded."""
 
@@ -289,6 +298,9 @@ class Task(Struct, kw_only=True):
     publishing: dict[int, Checkpoint] = field(default_factory=dict[int, Checkpoint])
     """By seq of the publish order: checkpoints whose publication is not confirmed."""
     checkpoint: Checkpoint | None = None
+    stored: list[StoredCheckpoint] = field(default_factory=list[StoredCheckpoint])
+    """In the order in which they were reported complete; those that may go are named in several
+    orders, and then forgotten."""
     keepers: tuple[StoreEndpoint, ...] = ()
     """The checkpoint stores that receive its in-memory checkpoints."""
     stores: tuple[NodeStores, ...] = ()

@@ -437,7 +437,7 @@ TEMPLATES = {
     "SetCheckpointStores": _GENERATION + ": copies to {keepers:nodes}",
     "DropMemoryCheckpoints": "task {task} is over, on {nodes:words}",
     "Resume": _GENERATION + " reports progress from iteration {progress_from}",
-    "PublishCheckpoint": "task {task} {path}",
+    "PublishCheckpoint": "task {task} {path}{remove:?, then removes {remove}}",
     "InjectFault": "on purpose: {:fault}",
 }
 

@@ -141,13 +141,15 @@ class DropMemoryCheckpoints(Body, frozen=True):
 
 
 class PublishCheckpoint(Body, frozen=True):
-    """Point `<output>/latest` at `path` (relative to output)."""
+    """Point `<output>/latest` at `path` (relative to output). When `path` was read back, the older
+    checkpoints at the paths `remove` are removed."""
 
     nodes: tuple[str, ...]
     task: int
     generation: int
     output: str
     path: str
+    remove: tuple[str, ...] = ()
 
 
 class InjectFault(Body, frozen=True):

@@ -115,10 +115,10 @@ class Loop(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     The script decides the rest (workers/training/adopt/adoption.py). `micro_batches` is the number
     of micro-batches of one iteration over all ranks; it never changes. `output`,
-    `checkpoint_every`, `copy_every`, `kept_sum`, `reproducible` and what belongs to it are as in
-    `train:`. `parallel`: the layouts in which the script can build its model. `model`: the GPT that
-    it builds. The throughput is then modelled, and a layout is only chosen if it fits into the
-    GPU's memory.
+    `checkpoint_every`, `checkpoint_keep`, `copy_every`, `kept_sum`, `reproducible` and what belongs
+    to it are as in `train:`. `parallel`: the layouts in which the script can build its model.
+    `model`: the GPT that it builds. The throughput is then modelled, and a layout is only chosen if
+    it fits into the GPU's memory.
     `micro_batch`, `zero1` and `kept_sum` of the model follow from the other keys of the loop.
     """
 
@@ -126,6 +126,7 @@ class Loop(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     iterations: int
     output: str
     checkpoint_every: int = 0
+    checkpoint_keep: int | Literal["all"] = 3
     copy_every: int = 10
     kept_sum: bool = True
     reproducible: Reproducible = "rounding"
@@ -146,6 +147,7 @@ def _check_loop(loop: Loop, counts: Sequence[int], floor: int) -> None:
     need_count(loop.iterations, "loop.iterations")
     for name in ("checkpoint_every", "copy_every"):
         need_count(getattr(loop, name), f"loop.{name}", least=0)
+    _check_keep(loop.checkpoint_keep, "loop.checkpoint_keep")
     _check_output(loop.output, "loop.output")
     check_sizes(loop.parallel, "loop.parallel")
     need(
@@ -273,7 +275,9 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `output` is a folder or an fsspec URL. It receives `gen-G/iter-N/` in torch's distributed
     checkpoint format, and `latest`, which is moved only to a checkpoint published in the log.
     `latest` is a link in a folder, and at a URL a small object that names the checkpoint.
-    `checkpoint_every` is in iterations; 0 writes only the final model. `copy_every` is the interval
+    `checkpoint_every` is in iterations; 0 writes only the final model. `checkpoint_keep`: how many
+    of the task's checkpoints stay; older ones are removed once a newer one is published and was
+    read back. all: every one. `copy_every` is the interval
     in iterations of in-memory checkpoints on two nodes; 0: never. `precision` is that of the model
     in its forward and backward passes. With bf16 and fp16, the optimizer keeps fp32 master copies,
     and gradients are summed in fp32. `loss_scale` is constant; without it there is no scale in fp32
@@ -302,6 +306,7 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     loss: Literal["per_token", "per_micro_batch"] = "per_token"
     output: str
     checkpoint_every: int = 0
+    checkpoint_keep: int | Literal["all"] = 3
     copy_every: int = 10
     overlap: bool = False
     bucket_params: int = 0
@@ -619,6 +624,7 @@ def _check_train(train: Train, slots: Slots) -> None:
     need_count(train.iterations, "train.iterations")
     for name in ("checkpoint_every", "copy_every", "bucket_params"):
         need_count(getattr(train, name), f"train.{name}", least=0)
+    _check_keep(train.checkpoint_keep, "train.checkpoint_keep")
     need(
         train.overlap or not train.bucket_params,
         "train.bucket_params",
@@ -654,6 +660,11 @@ def _check_train(train: Train, slots: Slots) -> None:
         "train.optimizer.warmup_iterations",
         "must be at least 0 and below train.iterations",
     )
+
+
+def _check_keep(keep: int | Literal["all"], path: str) -> None:
+    if keep != "all":
+        need_count(keep, path)
 
 
 def check_reproducible(work: Train | Loop, path: str) -> None:

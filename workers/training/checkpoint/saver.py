@@ -20,6 +20,7 @@ from ....events.records.types import Body
 from ....events.spec.job import is_url
 from ....events.spec.parallelism import has_every_part
 from ...host import output_owner
+from ...host.checkpoint_index import Index, read_index
 from ...host.output_owner import Owner
 from ..model import training_state
 from ..model.trainee import TrainingModel
@@ -32,7 +33,6 @@ from . import folder, share_files, snapshot
 from .checkpoint import WRITE_ERRORS, NotSaved, Superseded, folder_of, relative_path
 from .folder import Folder
 from .share import own_share
-from .share_files import Index
 
 INDEX_S_MAX = 10.0
 """How long an index may be missing after the other members have ended their writes."""
@@ -358,7 +358,7 @@ class Saver:
         """The index of the member at `place`. Raises Superseded if it is not to be waited for."""
         begin_s = time.monotonic()
         while True:
-            index = share_files.read_index(target.read(target.index_name(place)))
+            index = read_index(target.read(target.index_name(place)))
             if index is not None and index.error:
                 raise Superseded(
                     target.name, f"the member at {place} did not write its share: {index.error}"
