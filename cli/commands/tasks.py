@@ -11,10 +11,11 @@ from urllib.parse import quote
 import msgspec
 
 from ...control_plane.api.needs import ENDED
+from ...control_plane.throughput.state_size import state_bytes
 from ...events.errors import UnicronError, UsageError
 from ...events.network_address import is_loopback
 from ...events.spec.job import JobSpec, Slots, is_url
-from ...workers.host import output_owner
+from ...workers.host import folder_trial, output_owner
 from ...workers.host.output_owner import NotOwner, Owner
 from ..cluster.client import Client, Interrupted, Refused, Unable, Unreachable, Urls, connect
 from ..cluster.local_cluster import START_S_MAX
@@ -44,6 +45,7 @@ def submit(state: StateDir, url: Urls, paths: Sequence[Path], *, as_json: bool) 
     for path, spec in specs:
         check_files(spec, client, url, path)
         check_output(spec, client, path)
+        check_folder(spec, url)
     for path, spec in specs:
         try:
             _submit(state, client, spec, as_json=as_json)
@@ -144,6 +146,25 @@ def check_output(spec: JobSpec, client: Client, path: Path) -> None:
         "name another output, or move them away: "
         f"mv {shlex.quote(output)} {shlex.quote(output + '.before')}",
     )
+
+
+def check_folder(spec: JobSpec, url: Urls) -> None:
+    """Says what the output folder lacks as this host and this user see it, which is no proof. A
+    folder that is not there yet is one of the ranks' if the cluster is this host's."""
+    training = spec.training
+    if training is None or is_url(training.output):
+        return
+    is_elsewhere = bool(url or os.environ.get("UNICRON_URL"))
+    if is_elsewhere and not os.path.isdir(training.output):
+        return
+    output, every, keep = Path(training.output), training.checkpoint_every, training.checkpoint_keep
+    num_all = (training.iterations - 1) // every + 1 if every else 1
+    num = num_all if keep == "all" else min(keep + 1, num_all)
+    short = folder_trial.shortage(output, num, state_bytes(spec))
+    flaws = folder_trial.flaws(output) if output.is_dir() else []
+    where = "train" if spec.train is not None else "loop"
+    for flaw in [*flaws, *filter(None, [short])]:
+        console.talk(f"note: {where}.output: {flaw.text}: {flaw.hint}")
 
 
 def _check_owner(output: str, state: Plain, what: str) -> None:

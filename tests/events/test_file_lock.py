@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import lock_refuser
 import msgspec
 import pytest
+import refusing_files
 from unicron.events.file_lock import FileLock, Held, Machine, Owner, is_held
 
 CHILD_S_MAX = 120.0
@@ -58,7 +58,7 @@ Run = Callable[..., "subprocess.Popen[str]"]
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not shutil.which("cc"):
         pytest.skip("needs a C compiler")
-    return lock_refuser.compiled(tmp_path_factory.mktemp("library"))
+    return refusing_files.compiled(tmp_path_factory.mktemp("library"))
 
 
 @pytest.fixture

@@ -113,6 +113,10 @@ class Member:
             )
             self.size = work.whole_size(trainee, self.communicators.alone())
             roots += trainee.roots
+        if begins and start.rank == 0 and start.spec.training is not None:
+            checkpoint.warn_of_room(
+                self.train.output, start.spec.training.checkpoint_keep, self.size.state_bytes
+            )
         self.history = History()
         self.iteration = Iteration(
             trainee, control, self.communicators, words, self.trace, pulse, self.history

@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-import lock_refuser
 import pytest
+import refusing_files
 from unicron.events.errors import UsageError
 from unicron.workers.agent.publish import publish
 from unicron.workers.host import output_owner
@@ -62,7 +62,7 @@ def test_one_of_many_that_begin_at_once_has_the_folder(tmp_path: Path, kind: str
     if kind == "nolinks":
         if not shutil.which("cc"):
             pytest.skip("needs a C compiler")
-        environment["LD_PRELOAD"] = str(lock_refuser.compiled(tmp_path))
+        environment["LD_PRELOAD"] = str(refusing_files.compiled(tmp_path))
     folder = tmp_path / kind / "out"
     folder.mkdir(parents=True)
     names = [str(folder)]

@@ -6,14 +6,16 @@ the checkpoints of a task in parts.
 
 import os
 from pathlib import Path
+from typing import Literal
 
 import msgspec
+import structlog
 
 from ....events import object_storage
 from ....events.errors import UnicronError, UsageError
-from ....events.object_storage import PathStore, Store
+from ....events.object_storage import Store
 from ....events.spec.job import is_url
-from ...host import output_owner
+from ...host import folder_trial, output_owner
 from ...host.output_owner import NotOwner, Owner
 from ..model import training_state
 from ..model.trainee import TrainingModel
@@ -24,6 +26,8 @@ from .folder import Folder
 from .share import whole_share
 from .snapshot import Snapshot
 from .stored_state import Damaged, StoredState
+
+log = structlog.get_logger()
 
 FROM_THE_START = (
     "no job can begin from an older checkpoint yet: submit it again with another "
@@ -50,18 +54,35 @@ WRITE_ERRORS = (OSError, RuntimeError, MemoryError)
 def check_output(output: str, what: str = "train.output", task: Owner | None = None) -> None:
     """Raise UsageError at the start, not at the first save, if a path or URL cannot be written.
     `what` names it to the user. `task` becomes the owner of a folder; if that is another task's,
-    that is a UsageError too."""
-    try:
-        (Store(output) if is_url(output) else PathStore(output)).check_writable()
-        if task is not None and not is_url(output):
+    that is a UsageError too. What may pass, as a full disk, is a warning."""
+    if is_url(output):
+        try:
+            Store(output).check_writable()
+        except OSError as error:
+            raise UsageError(
+                f"{what}: {output}: {object_storage.reason(error).lower()}", folder_trial.ANOTHER
+            ) from None
+        return
+    for flaw in folder_trial.flaws(Path(output)):
+        if flaw.is_proof:
+            raise UsageError(f"{what}: {flaw.text}", flaw.hint)
+        log.warning(f"{what}: {flaw.text}", hint=flaw.hint)
+    if task is not None:
+        try:
             output_owner.claim(Path(output), task)
-    except NotOwner as error:
-        raise UsageError(f"{what}: {error}", error.hint) from None
-    except OSError as error:
-        raise UsageError(
-            f"{what}: {output}: {object_storage.reason(error).lower()}",
-            "name a place that every node can reach and write",
-        ) from None
+        except NotOwner as error:
+            raise UsageError(f"{what}: {error}", error.hint) from None
+        except OSError as error:  # each save tries it again
+            log.warning(f"{what}: its owner is not known", why=object_storage.reason(error))
+
+
+def warn_of_room(output: str, keep: int | Literal["all"], ckpt_bytes: int) -> None:
+    """Log a warning if a new output folder has not the room for the checkpoints that stay, and one
+    that is written."""
+    num = 2 if keep == "all" else keep + 1
+    flaw = None if is_url(output) else folder_trial.shortage(Path(output), num, ckpt_bytes)
+    if flaw is not None:
+        log.warning(flaw.text, hint=flaw.hint)
 
 
 def relative_path(generation: int, step_version: int) -> str:

@@ -1,7 +1,8 @@
-"""File systems that refuse locks or links: a library for LD_PRELOAD, compiled from C.
+"""File systems that refuse something: a library for LD_PRELOAD, compiled from C.
 
 Below a folder named `noflock`, flock answers ENOSYS, as on Lustre without its mount option; below
-one named `nolinks`, link answers EPERM too, as on file systems without hard links.
+one named `nolinks`, link answers EPERM too, as on file systems without hard links. Below
+`norename`, `nofsync` and `nosymlink`, these calls answer ENOSYS, EINVAL and EPERM.
 """
 
 from __future__ import annotations
@@ -33,6 +34,27 @@ int link(const char *from, const char *to) {
   return ((int (*)(const char *, const char *))dlsym(RTLD_NEXT, "link"))(from, to);
 }
 
+int rename(const char *from, const char *to) {
+  if (strstr(to, "/norename/")) { errno = ENOSYS; return -1; }
+  return ((int (*)(const char *, const char *))dlsym(RTLD_NEXT, "rename"))(from, to);
+}
+
+int symlink(const char *to, const char *from) {
+  if (strstr(from, "/nosymlink/")) { errno = EPERM; return -1; }
+  return ((int (*)(const char *, const char *))dlsym(RTLD_NEXT, "symlink"))(to, from);
+}
+
+int fsync(int fd) {
+  char link[64], path[4096];
+  snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+  ssize_t n = readlink(link, path, sizeof path - 1);
+  if (n > 0) {
+    path[n] = 0;
+    if (strstr(path, "/nofsync/")) { errno = EINVAL; return -1; }
+  }
+  return ((int (*)(int))dlsym(RTLD_NEXT, "fsync"))(fd);
+}
+
 int linkat(int d, const char *from, int e, const char *to, int flags) {
   if (strstr(to, "/nolinks/")) { errno = EPERM; return -1; }
   return ((int (*)(int, const char *, int, const char *, int))dlsym(RTLD_NEXT, "linkat"))(
@@ -43,7 +65,7 @@ int linkat(int d, const char *from, int e, const char *to, int flags) {
 
 def compiled(folder: Path) -> Path:
     """The library, made in `folder`. Raises FileNotFoundError without a C compiler."""
-    source, library = folder / "lock_refuser.c", folder / "lock_refuser.so"
+    source, library = folder / "refusing_files.c", folder / "refusing_files.so"
     source.write_text(SOURCE)
     subprocess.run(
         ["cc", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True, timeout=60
