@@ -38,6 +38,8 @@ from .processes import (
 
 NUM_ROWS_MAX = 8
 """The most rows of the table that one record can trigger. More rows are a bug."""
+EARLIER_NUM_MAX = 3
+"""Checkpoints that a task may fall back to, if the newest ones are damaged."""
 
 Condition = Callable[[ClusterState, Task], bool]
 Action = Callable[[ClusterState, Task], Iterator[Body]]
@@ -191,11 +193,23 @@ def reconfigure(state: ClusterState, task: Task) -> Iterator[Body]:
         dp=len(members) if axes is None else axes.dp,
         axes=axes,
         checkpoint=task.checkpoint_path,
+        earlier=_earlier(task),
         copies=memory_checkpoints.recovery_sources(state, task, ranks),
         keepers=stores.keepers,
         stores=stores.stores,
         copies_bytes_max=state.policy.copies_bytes_max,
     )
+
+
+def _earlier(task: Task) -> tuple[str, ...]:
+    """The checkpoints that were published before the last one and may still be there."""
+    training = task.spec.training
+    keep = training.checkpoint_keep if training is not None else "all"
+    paths = [stored.path for stored in task.stored if stored.is_published]
+    if task.checkpoint_path not in paths:
+        return ()
+    before = paths[: paths.index(task.checkpoint_path)][::-1]
+    return tuple(before[: EARLIER_NUM_MAX if keep == "all" else min(keep, EARLIER_NUM_MAX)])
 
 
 def resume(state: ClusterState, task: Task) -> Iterator[Body]:
@@ -349,29 +363,29 @@ def _publish(state: ClusterState, task: Task) -> Iterator[Body]:
             yield _publication(task, waiting, other)
 
 
-def _publication(task: Task, found: Checkpoint, node: str) -> PublishCheckpoint:
+def _publication(task: Task, checkpoint: Checkpoint, node: str) -> PublishCheckpoint:
     assert task.spec.training is not None
     return PublishCheckpoint(
         nodes=(node,),
         task=task.id,
-        generation=found.generation,
+        generation=checkpoint.generation,
         output=task.spec.training.output,
-        path=found.path,
-        remove=_removable(task, found, task.spec.training.checkpoint_keep),
+        path=checkpoint.path,
+        remove=_removable(task, checkpoint, task.spec.training.checkpoint_keep),
     )
 
 
-def _removable(task: Task, found: Checkpoint, keep: int | Literal["all"]) -> tuple[str, ...]:
-    """The checkpoints that may go once `found` is published: not the `keep` newest, and none that a
+def _removable(task: Task, checkpoint: Checkpoint, keep: int | Literal["all"]) -> tuple[str, ...]:
+    """Those that may go once `checkpoint` is published: not the `keep` newest, and none that a
     recovery may read before the publication is known."""
-    paths = [one.path for one in task.stored]
-    if keep == "all" or found.path not in paths:
+    paths = [stored.path for stored in task.stored]
+    if keep == "all" or checkpoint.path not in paths:
         return ()
-    needed = {task.checkpoint_path, found.path}
+    needed = {task.checkpoint_path, checkpoint.path}
     if task.phase != "training":
         needed.add(task.reconfigure_checkpoint)
     needed |= {waiting.path for waiting in task.publishing.values()}
-    older = paths[: paths.index(found.path) + 1]
+    older = paths[: paths.index(checkpoint.path) + 1]
     return tuple(path for path in older[: max(len(older) - keep, 0)] if path not in needed)
 
 

@@ -16,7 +16,7 @@ from unicron.control_plane.throughput.state_size import state_bytes
 from unicron.events.spec.job import JobSpec, parse
 from unicron.events.words import scaled
 
-DISK_BYTES = 8 << 20
+DISK_BYTES = 16 << 20
 
 
 @pytest.fixture

@@ -94,10 +94,8 @@ class Publisher:
         owner = Owner(
             cluster=self._cluster, cluster_id=self._cluster_id, task=order.task, output=order.output
         )
-        what = {"output": order.output, "path": order.path, "old": order.remove}
-        call = partial(remove_old, **what, owner=owner)
-        if self._user is not None:
-            call = partial(_remove_as, self._user, **what, owner=msgspec.to_builtins(owner))
+        remove = partial(_remove_as, self._user) if self._user else remove_old
+        call = partial(remove, output=order.output, path=order.path, old=order.remove, owner=owner)
         async with self._removing:
             try:
                 removed = await aside(call)
@@ -182,7 +180,7 @@ def _run_as(
     went, and why."""
     with tempfile.TemporaryFile() as said:
         subprocess.run(
-            [sys.executable, "-P", "-m", __name__, call, json.dumps(what)],
+            [sys.executable, "-P", "-m", __name__, call, msgspec.json.encode(what)],
             cwd="/",
             env={**os.environ, "HOME": user.home},
             user=user.uid,

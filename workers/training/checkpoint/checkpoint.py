@@ -29,10 +29,14 @@ from .stored_state import Damaged, StoredState
 
 log = structlog.get_logger()
 
-FROM_THE_START = (
-    "no job can begin from an older checkpoint yet: submit it again with another "
-    "output, and it begins at iteration 0"
+FROM_ANOTHER = (
+    "submit it again with another output: with begin_from it begins at the checkpoint that this "
+    "names, else at iteration 0"
 )
+
+
+class DamagedCheckpoint(UsageError):
+    """The checkpoint is missing or not whole."""
 
 
 class NotSaved(UnicronError):
@@ -66,14 +70,16 @@ def check_output(output: str, what: str = "train.output", task: Owner | None = N
     for flaw in folder_trial.flaws(Path(output)):
         if flaw.is_proof:
             raise UsageError(f"{what}: {flaw.text}", flaw.hint)
-        log.warning(f"{what}: {flaw.text}", hint=flaw.hint)
+        log.warning("the output may fail", key=what, why=flaw.text, hint=flaw.hint)
     if task is not None:
         try:
             output_owner.claim(Path(output), task)
         except NotOwner as error:
             raise UsageError(f"{what}: {error}", error.hint) from None
         except OSError as error:  # each save tries it again
-            log.warning(f"{what}: its owner is not known", why=object_storage.reason(error))
+            log.warning(
+                "whose folder it is is not known", key=what, why=object_storage.reason(error)
+            )
 
 
 def warn_of_room(output: str, keep: int | Literal["all"], ckpt_bytes: int) -> None:
@@ -82,7 +88,7 @@ def warn_of_room(output: str, keep: int | Literal["all"], ckpt_bytes: int) -> No
     num = 2 if keep == "all" else keep + 1
     flaw = None if is_url(output) else folder_trial.shortage(Path(output), num, ckpt_bytes)
     if flaw is not None:
-        log.warning(flaw.text, hint=flaw.hint)
+        log.warning("the checkpoints may not fit", why=flaw.text, hint=flaw.hint)
 
 
 def relative_path(generation: int, step_version: int) -> str:
@@ -118,7 +124,7 @@ def save(folder: str, trainee: TrainingModel, step_version: int, history: Histor
 
 def load(folder: str, trainee: TrainingModel, history: History) -> int:
     """Read this member's part of the state into its live tensors; returns the step version. Raises
-    UsageError if the checkpoint is damaged, missing, or of another model or precision, and
+    DamagedCheckpoint, UsageError if the checkpoint is of another model or precision, and
     RuntimeError if it cannot be read now. If a read fails after its beginning, the state is
     undefined."""
     try:
@@ -141,7 +147,7 @@ def load(folder: str, trainee: TrainingModel, history: History) -> int:
         stored.check(want)
         stored.read(want)
     except Damaged as error:
-        raise UsageError(f"{folder}: {error}", FROM_THE_START) from None
+        raise DamagedCheckpoint(f"{folder}: {error}", FROM_ANOTHER) from None
     except OSError as error:
         raise RuntimeError(f"{folder}: {object_storage.reason(error)}") from None
     return training_state.load(trainee, numbers, history)
@@ -155,3 +161,27 @@ def _numbers(folder: str, plain: object) -> training_state.Numbers:
             f"{folder} cannot be used: its numbers are not those of a state: {error}",
             "name another checkpoint",
         ) from None
+
+
+class StoredBeginning:
+    """The `begin_from` of a job: another task's checkpoint, in place of the initial weights."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def newest(self) -> int:
+        """The iterations in it. Raises UsageError; RuntimeError if it cannot be read now."""
+        try:
+            return _numbers(self._folder, StoredState(self._folder).numbers()).step_version
+        except Damaged as error:
+            raise UsageError(
+                f"begin_from: {self._folder}: {error}", "name the folder of a checkpoint, iter-N"
+            ) from None
+        except OSError as error:
+            raise RuntimeError(f"{self._folder}: {object_storage.reason(error)}") from None
+
+    def begin(self, trainee: TrainingModel) -> bool:
+        return False
+
+    def read(self, trainee: TrainingModel, step_version: int, history: History) -> None:
+        load(self._folder, trainee, history)
