@@ -217,6 +217,7 @@ Joined = TypedDict(
     {
         "redis_url": str,
         "cluster": str,
+        "cluster_id": Annotated[str, Meta(description="Another for each cluster of this name")],
         "node": str,
         "epoch": int,
         "key": str,
@@ -285,6 +286,8 @@ Earned = TypedDict("Earned", {"at_s": float, "length_s": float, "flop": float})
 ClusterView = TypedDict(
     "ClusterView",
     {
+        "id": Annotated[str, Meta(description="Another for each cluster of this name")],
+        "name": Annotated[str, Meta(description="That of --cluster")],
         "seq": int,
         "epoch": int,
         "at_s": float,

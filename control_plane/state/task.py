@@ -252,6 +252,15 @@ class LossSpike(Struct, frozen=True, kw_only=True):
     """The record that tells of it; 0: it is too short so far."""
 
 
+class StoredCheckpoint(Struct, frozen=True, kw_only=True):
+    """A complete checkpoint on disk that may still be there: its `path` relative to the output, its
+    `step_version`, and whether it was published (`is_published`)."""
+
+    path: str
+    step_version: int
+    is_published: bool = False
+
+
 class Task(Struct, kw_only=True):
     """One task, from TaskSubmitted to TaskEnded."""
 
@@ -332,6 +341,9 @@ class Task(Struct, kw_only=True):
     checkpoint: Checkpoint | None = None
     unpublished: Checkpoint | None = None
     """A later complete checkpoint that is not to be published, because its state is not finite."""
+    stored: list[StoredCheckpoint] = field(default_factory=list[StoredCheckpoint])
+    """In the order in which they were reported complete; those that may go are named in several
+    orders, and then forgotten."""
     keepers: tuple[StoreEndpoint, ...] = ()
     """The checkpoint stores that receive its in-memory checkpoints."""
     stores: tuple[NodeStores, ...] = ()

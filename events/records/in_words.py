@@ -402,7 +402,7 @@ TEMPLATES = {
     "keeps {micro_batches:len} micro-batches, "
     "{buckets_reduced} of {num_buckets} buckets reduced",
     "Reconfigured": _RANK + " generation {generation} step {step_version}, {:state source}, "
-    "kept {kept:len} todo {todo:len} dealt {dealt:len}, {:took}",
+    "kept {kept:len} todo {todo:len} dealt {dealt:len}, {:took}{damaged:?, {damaged}}",
     "ReconfigureFailed": _RANK + " generation {generation}: {error:first line}",
     "TaskProgressed": "task {task} iteration {:progress}",
     "IterationsLogged": _RANK + " iteration {iteration:,}{iterations:? of {iterations:,}}"
@@ -453,7 +453,7 @@ TEMPLATES = {
     "SetCheckpointStores": _GENERATION + ": copies to {keepers:nodes}",
     "DropMemoryCheckpoints": "task {task} is over, on {nodes:words}",
     "Resume": _GENERATION + " reports progress from iteration {progress_from}",
-    "PublishCheckpoint": "task {task} {path}",
+    "PublishCheckpoint": "task {task} {path}{remove:?, then removes {remove}}",
     "InjectFault": "on purpose: {:fault}",
 }
 

@@ -379,6 +379,8 @@ class Reconfigured(
     origin: Origin = ""
     origin_node: str = ""
     received_from: tuple[ReceivedState, ...] = ()
+    damaged: str = ""
+    """Why newer checkpoints on disk were not read."""
 
 
 class ReconfigureFailed(RankReport, frozen=True):

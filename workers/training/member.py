@@ -16,6 +16,8 @@ from ...events.records.orders import Quiesce, Reconfigure, Resume, StartRank
 from ...events.spec.job import Train, is_url
 from ...events.spec.model import Axes
 from ...events.spec.parallelism import coordinates, layout_in_words, num_positions, replica
+from ..host import output_owner
+from ..host.output_owner import Owner
 from ..ipc.progress_page import OUTSIDE_CODE, ProgressWriter
 from .checkpoint import checkpoint, memory_checkpoint
 from .checkpoint.memory_checkpoint import StoreOrder
@@ -93,11 +95,11 @@ class Member:
         device = cpu_device.prepare_device()
         self.communicators = Communicators(environment.get("UNICRON_HOST", "127.0.0.1"), device)
         self.communicators.on_groups = work.on_groups
+        has_url = is_url(self.train.output) or is_url(self.train.begin_from)
         self.exclude_new_sockets = (
-            self.communicators.exclude_new_sockets if is_url(self.train.output) else nullcontext
+            self.communicators.exclude_new_sockets if has_url else nullcontext
         )
-        with self.exclude_new_sockets():
-            checkpoint.check_output(self.train.output)
+        owner = self._own_output(environment)
         words = work.load()
         axes, place = expected_position(start, self.train)
         # A restarted rank usually receives its state from peers, so it draws no weights.
@@ -135,7 +137,7 @@ class Member:
         self.savers = [
             Saver(form, exclude_new_sockets=self.exclude_new_sockets, note=self.trace.note)
             for form in (
-                OwnFormat(self.train.output, self.train.checkpoint_every, start.task, control.tell),
+                OwnFormat(self.train.checkpoint_every, owner, control.tell),
                 *work.exports,
             )
         ]
@@ -154,6 +156,24 @@ class Member:
         gc.collect()
         gc.freeze()
 
+    def _own_output(self, environment: Mapping[str, str]) -> Owner:
+        """Try the output, and become its owner. Raises UsageError."""
+        start, output = self.start, self.train.output
+        owner = output_owner.of_rank(environment, start.task, start.spec.name, output)
+        with self.exclude_new_sockets():
+            checkpoint.check_output(
+                output, f"{'train' if start.spec.train else 'loop'}.output", owner
+            )
+        return owner
+
+    def _warn_of_room(self) -> None:
+        """Before the first iteration: say that the checkpoints may not fit."""
+        start, training = self.start, self.start.spec.training
+        if training is not None and start.rank == 0 and start.attempt == 1 and not start.checkpoint:
+            checkpoint.warn_of_room(
+                self.train.output, training.checkpoint_keep, self.size.state_bytes
+            )
+
     @property
     def step_version(self) -> int:
         return self.iteration.step_version
@@ -171,6 +191,7 @@ class Member:
         """Report RankReady, then carry out orders until all iterations are done. Yields None when a
         generation starts to train, and each iteration that all members have stepped. Then
         `run_collectively` may be called."""
+        self._warn_of_room()
         self.control.tell(
             reports.RankReady(
                 **self._ids,
@@ -294,6 +315,7 @@ class Member:
             origin=recovered.origin,
             origin_node=recovered.node,
             received_from=recovered.taken,
+            damaged=recovered.damaged if place == 0 else "",
         )
 
     def _check_versions(self, claims: Sequence[Claim], order: Reconfigure, place: int) -> None:

@@ -324,6 +324,7 @@ class LoopWorkload:
         self.train = Train(
             iterations=loop.iterations,
             output=loop.output,
+            begin_from=loop.begin_from,
             copy_every=loop.copy_every,
             checkpoint_every=loop.checkpoint_every,
             parallel=loop.parallel,

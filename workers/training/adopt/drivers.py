@@ -20,6 +20,7 @@ from ....events.records.orders import StartRank
 from ....events.spec.job import Train, is_url
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import is_plain
+from ...host import output_owner
 from ...ipc.pipe_protocol import Unpacker
 from ...ipc.progress_page import ProgressWriter
 from ..checkpoint import checkpoint
@@ -91,9 +92,8 @@ class RestartOnlyDriver:
         if not is_plain(work.train.parallel.largest):
             work.begin(with_shards(trainee), part_builder(work, self.communicators, device))
         self.history = History()
-        self._checkpoint = RestartCheckpoint(
-            work.train, trainee, environment.get("UNICRON_TASK", "")
-        )
+        name = start.spec.name if start is not None else ""
+        self._checkpoint = RestartCheckpoint(work.train, trainee, environment, name)
         self._memory: RestartMemory | None = None
         if start is not None and work.train.copy_every:
             self._memory = RestartMemory(
@@ -213,9 +213,12 @@ class RestartCheckpoint:
     """The last checkpoint of a restart-only task, in folder `task-N` of its output; none without
     an agent, without a folder, or if no rank has the whole state of a known optimizer."""
 
-    def __init__(self, train: Train, trainee: TrainingModel, task: str) -> None:
+    def __init__(
+        self, train: Train, trainee: TrainingModel, environment: Mapping[str, str], name: str
+    ) -> None:
         self._train = train
         self._folder = ""
+        task = int(environment.get("UNICRON_TASK", "0"))
         if not (train.output and task):
             return
         if (
@@ -224,6 +227,8 @@ class RestartCheckpoint:
             and not is_url(train.output)
         ):
             self._folder = checkpoint.folder_of(train.output, f"task-{task}")
+            owner = output_owner.of_rank(environment, task, name, train.output)
+            checkpoint.check_output(train.output, "loop.output", owner)
         else:
             log.warning(
                 "no checkpoints: after a fault the task begins at the first iteration",
@@ -237,9 +242,10 @@ class RestartCheckpoint:
         return int(saved[-1].name[5:]) if saved else 0
 
     def load(self, trainee: TrainingModel, history: History) -> int:
-        """Load the newest checkpoint; returns `step_version`."""
+        """Load the newest checkpoint, or what the job begins from; returns the step version."""
         saved = self._saved()
-        return checkpoint.load(str(saved[-1]), trainee, history) if saved else 0
+        folder = str(saved[-1]) if saved else self._train.begin_from
+        return checkpoint.load(folder, trainee, history) if folder else 0
 
     def save(self, iteration: Iteration, history: History) -> None:
         """If a checkpoint is due, save the current state and remove the previous checkpoints. One

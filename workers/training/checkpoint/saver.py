@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import structlog
@@ -16,7 +17,11 @@ from torch import Tensor
 from ....events import object_storage
 from ....events.records.reports import CheckpointSaved
 from ....events.records.types import Body
+from ....events.spec.job import is_url
 from ....events.spec.parallelism import has_every_part
+from ...host import output_owner
+from ...host.checkpoint_index import Index, read_index
+from ...host.output_owner import Owner
 from ..model import training_state
 from ..model.trainee import TrainingModel
 from ..process.history import History
@@ -28,7 +33,6 @@ from . import folder, share_files, snapshot
 from .checkpoint import WRITE_ERRORS, NotSaved, Superseded, folder_of, relative_path
 from .folder import Folder
 from .share import own_share
-from .share_files import Index
 
 INDEX_S_MAX = 10.0
 """How long an index may be missing after the other members have ended their writes."""
@@ -64,7 +68,8 @@ class Format(Protocol):
         ...
 
     def clear(self, generation: int, name: str) -> None:
-        """Remove partial checkpoints that no member of this generation writes, but not `name`."""
+        """Before a share is written: remove partial checkpoints that no member of this generation
+        writes, but not `name`. Raises OSError if the task may not write there."""
 
     def saved(self, save: "Save", ckpt_bytes: int, *, final: bool) -> None:
         """A checkpoint is complete; called on its first member. Raises OSError."""
@@ -73,9 +78,9 @@ class Format(Protocol):
 class OwnFormat:
     """Unicron's own checkpoints, in the task's output. The control plane is told of each."""
 
-    def __init__(self, output: str, every: int, task: int, tell: Callable[[Body], None]) -> None:
+    def __init__(self, every: int, task: Owner, tell: Callable[[Body], None]) -> None:
         self.every = every
-        self._output, self._task, self._tell = output, task, tell
+        self._output, self._task, self._tell = task.output, task, tell
         self._cleared = 0
 
     def folder(self, generation: int, step_version: int) -> str:
@@ -94,6 +99,8 @@ class OwnFormat:
         )
 
     def clear(self, generation: int, name: str) -> None:
+        if not is_url(self._output):
+            output_owner.claim(Path(self._output), self._task, takes_over=False)
         if generation != self._cleared:
             folder.clear(self._output, generation)
         self._cleared = generation
@@ -101,7 +108,7 @@ class OwnFormat:
     def saved(self, save: "Save", ckpt_bytes: int, *, final: bool) -> None:
         self._tell(
             CheckpointSaved(
-                task=self._task,
+                task=self._task.task,
                 generation=save.generation,
                 step_version=save.step_version,
                 final=final,
@@ -352,7 +359,7 @@ class Saver:
         """The index of the member at `place`. Raises Superseded if it is not to be waited for."""
         begin_s = time.monotonic()
         while True:
-            index = share_files.read_index(target.read(target.index_name(place)))
+            index = read_index(target.read(target.index_name(place)))
             if index is not None and index.error:
                 raise Superseded(
                     target.name, f"the member at {place} did not write its share: {index.error}"
