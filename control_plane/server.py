@@ -138,20 +138,7 @@ async def _serve(options: Options) -> int:
             dead_letters=letters,
         )
         advertised = options.advertise or options.listen
-        address = Address(
-            cluster=options.cluster,
-            shared_password=options.shared_password,
-            insecure=options.insecure,
-            names=(options.listen, advertised),
-            redis_url=server_relay.url_at(
-                options.redis_url,
-                advertised,
-                options.port + 1,
-                with_tls=options.certificate is not None,
-            )
-            if is_relayed
-            else options.redis_url,
-        )
+        address = _address(options, advertised, identities, is_relayed=is_relayed)
         http = HttpApi(
             ROUTES,
             coordinator,
@@ -211,6 +198,26 @@ async def _serve(options: Options) -> int:
             _remove(file, socket)
     finally:
         await log.close()
+
+
+def _address(
+    options: Options, advertised: str, identities: Identities, *, is_relayed: bool
+) -> Address:
+    return Address(
+        cluster=options.cluster,
+        cluster_id=_cluster_id(options.state, options.cluster, identities),
+        shared_password=options.shared_password,
+        insecure=options.insecure,
+        names=(options.listen, advertised),
+        redis_url=server_relay.url_at(
+            options.redis_url,
+            advertised,
+            options.port + 1,
+            with_tls=options.certificate is not None,
+        )
+        if is_relayed
+        else options.redis_url,
+    )
 
 
 async def _lead(coordinator: Coordinator, stop: asyncio.Event, url: str) -> int:
@@ -323,6 +330,12 @@ def _secret(state: Path) -> bytes:
             "remove it, then restart the control plane and the agents",
         )
     return found
+
+
+def _cluster_id(state: Path, cluster: str, identities: Identities) -> str:
+    """The cluster's id, which stays when the secret is changed."""
+    path = state / f"{cluster}.cluster-id"
+    return _made_once(path, lambda: identities.new_cluster_id.encode()).decode(errors="replace")
 
 
 def _made_once(path: Path, make: Callable[[], bytes]) -> bytes:

@@ -9,7 +9,6 @@ raised as Unreachable.
 import importlib.util
 import os
 import shutil
-import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -221,11 +220,6 @@ class PathStore:
         with suppress(FileNotFoundError):
             return os.listdir(self._path)
         return []
-
-    def check_writable(self) -> None:
-        self._path.mkdir(mode=self._mode, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=self._path):
-            pass
 
     def remove(self, name: str = "") -> None:
         """Remove a file, or the whole folder."""

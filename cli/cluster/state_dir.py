@@ -1,13 +1,14 @@
 """The state folder of a cluster on this machine: its paths and its lock."""
 
-import fcntl
 import json
 import os
 import shlex
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from ...events import file_lock
 from ...events.errors import UsageError
+from ...events.file_lock import FileLock, Held
 from ...events.private_files import write_private
 
 
@@ -57,35 +58,25 @@ class StateDir:
 
     def is_held(self) -> bool:
         """Whether an `up` holds the folder's lock."""
-        try:
-            with (self.path / "up.lock").open() as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            pass
-        return False
+        return file_lock.is_held(self.path / "up.lock")
 
-    def lock(self) -> IO[str]:
+    def lock(self) -> FileLock:
         """Lock the folder for the life of this process. Raises UsageError if it is locked."""
         # owner only: any user who can read a lock file can lock it
-        file = os.fdopen(os.open(self.path / "up.lock", os.O_RDWR | os.O_CREAT, 0o600), "r+")
+        lock = FileLock(self.path / "up.lock", 0o600)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            file.close()
+            lock.acquire()
+        except Held as held:
+            holder = lock.path.read_text(encoding="utf-8").strip() or "another process"
+            far = f" ({held.holder})" if held.holder else ""
             raise UsageError(
-                f"{self.path} is locked by {holder}",
+                f"{self.path} is locked by {holder}{far}",
                 f"stop it with unicron down {self.option}, "
                 "or use another --state for the new cluster",
             ) from None
-        file.seek(0)
-        file.truncate()
-        file.write(f"unicron up, pid {os.getpid()}")
-        file.flush()
-        return file
+        os.ftruncate(lock.fd, 0)
+        os.pwrite(lock.fd, f"unicron up, pid {os.getpid()}".encode(), 0)
+        return lock
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

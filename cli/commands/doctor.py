@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from msgspec import DecodeError, Struct, field, json, structs
 
@@ -14,7 +15,8 @@ from ...events.errors import ServerError, UnicronError
 from ...events.log import durability, embedded_server
 from ...events.spec import support
 from ...events.spec.policy import Policy
-from ...events.words import install
+from ...events.words import install, scaled
+from ...workers.host import folder_trial
 from ...workers.ipc import rank_variables
 from ...workers.training.dependencies import known_versions
 from ...workers.training.dependencies.known_versions import Installed
@@ -57,7 +59,7 @@ def doctor(state: StateDir, *, only_support: bool, as_json: bool) -> int:
         lambda: _ranks(state),
         lambda: _running(state),
     )
-    findings = [check() for check in checks]
+    findings = [*(check() for check in checks), *shared_folders(state)]
     missing = any(one.grade == "missing" for one in findings)
     if as_json:
         console.out(json.encode(findings).decode())
@@ -231,6 +233,9 @@ def _folder(state: StateDir) -> Finding:
         return Finding(
             "folder", "missing", f"{place} cannot be written", "name another with --state"
         )
+    flaws = folder_trial.flaws(state.path) if state.path.exists() else []
+    for flaw in flaws:
+        return Finding("folder", "missing" if flaw.is_proof else "note", flaw.text, flaw.hint)
     free_bytes = shutil.disk_usage(place).free
     full = free_bytes < FREE_BYTES_MIN
     return Finding(
@@ -239,6 +244,27 @@ def _folder(state: StateDir) -> Finding:
         f"{shown(state.path)}, {free_bytes / 1e9:.1f} GB free",
         "the log needs room" if full else "",
     )
+
+
+def shared_folders(state: StateDir) -> list[Finding]:
+    """Those of the policy, below which the outputs of tasks are."""
+    try:
+        policy = job_file.load_policy(state.policy) if state.policy.exists() else Policy()
+    except UnicronError:  # log_server says it
+        return []
+    findings: list[Finding] = []
+    for name in policy.shared_folders:
+        if not os.path.isdir(name):
+            findings.append(Finding("shared", "note", f"{name} is not on this host", "mount it"))
+            continue
+        flaws = folder_trial.flaws(Path(name))
+        findings += [  # the outputs are folders below it
+            Finding("shared", "note", flaw.text, flaw.hint) for flaw in flaws
+        ]
+        if not flaws:
+            free = scaled(folder_trial.free(Path(name)), "B")
+            findings.append(Finding("shared", "ok", f"{name}, {free} free"))
+    return findings
 
 
 def _ranks(state: StateDir) -> Finding:

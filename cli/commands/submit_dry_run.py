@@ -18,7 +18,7 @@ from ..files import job_file, megatron_command
 from ..screens import plan as plan_screen
 from ..terminal import console
 from ..terminal import format as fmt
-from .tasks import check_files, check_output, option_for, slots_in_words
+from .tasks import check_files, check_folder, check_output, option_for, slots_in_words
 
 OF_ITS_STATE = (409, 422)
 """Refusals that follow from the cluster as it is now; a larger or emptier one takes the job."""
@@ -43,6 +43,7 @@ def dry_run(state: StateDir, url: Urls, path: Path, *, as_json: bool) -> None:
     check_files(spec, client, url, path)
     if client is not None:
         check_output(spec, client, path)
+    check_folder(spec, url)
     if not as_json:
         console.lines(page(spec, found, slots_in_words(spec.slots)))
     plan, refused, hint = None, "", ""

@@ -173,7 +173,7 @@ def up(state: StateDir, asked: UpOptions, *, detach: bool) -> None:
         raise
     finally:
         (state.pids / f"{UP}.json").unlink(missing_ok=True)
-        lock.close()
+        lock.release()
 
 
 def kept(path: Path | None) -> str | None:
@@ -352,7 +352,7 @@ class _Watch:
 
 def _detach(state: StateDir, asked: UpOptions) -> None:
     """Run `up` in its own POSIX session; return when it is ready, print its output."""
-    state.lock().close()
+    state.lock().release()
     argv = local_cluster.program("up", "--state", str(state.path))
     # A Redis URL holds a password: argv is readable by all users, and the options are kept.
     environment = {

@@ -8,7 +8,7 @@ import re
 import sys
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import yaml
@@ -16,8 +16,10 @@ import yaml
 from ...events import object_storage
 from ...events.errors import SpecError, UsageError
 from ...events.spec import policy
-from ...events.spec.job import JobSpec, is_url, parse
+from ...events.spec.job import JobSpec, Loop, Train, is_url, parse
 from . import megatron_command
+
+T = TypeVar("T", Train, Loop)
 
 FILE_BYTES_MAX = 1 << 20
 FAST_LEVELS_NUM_MAX = 500
@@ -206,15 +208,19 @@ def with_absolute_paths(spec: JobSpec) -> JobSpec:
     if spec.command:  # it starts where its relative paths begin
         spec = msgspec.structs.replace(spec, folder=_absolute(spec.folder))
     if loop is not None:
-        spec = msgspec.structs.replace(
-            spec, loop=msgspec.structs.replace(loop, output=_absolute_output(loop.output))
-        )
+        spec = msgspec.structs.replace(spec, loop=_with_absolute_folders(loop))
     if train is None:
         return spec
-    output = _absolute_output(train.output)
     data = tuple(map(_absolute, train.data))
     return msgspec.structs.replace(
-        spec, train=msgspec.structs.replace(train, output=output, data=data)
+        spec, train=msgspec.structs.replace(_with_absolute_folders(train), data=data)
+    )
+
+
+def _with_absolute_folders(training: T) -> T:
+    begin_from = training.begin_from and _absolute_output(training.begin_from)
+    return msgspec.structs.replace(
+        training, output=_absolute_output(training.output), begin_from=begin_from
     )
 
 

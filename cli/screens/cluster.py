@@ -354,6 +354,12 @@ def done(task: Plain) -> str:
     return fmt.count(task["iteration"]) if task["iteration"] else "-"
 
 
+def _loss(task: Plain) -> str:
+    if task["not_finite"]:
+        return str(task["not_finite"]["text"])
+    return "-" if task["loss"] is None else f"{task['loss']:.3f}"
+
+
 def _task_row(task: Plain, *, wide: bool) -> list[str]:
     now, target = task["slots"]["now"], task["slots"]["target"]
     slots = (
@@ -372,7 +378,7 @@ def _task_row(task: Plain, *, wide: bool) -> list[str]:
         f"{task['weight']:g}",
         done(task),
         f"{task['step_s']:.2f}" if task["step_s"] else "-",
-        "-" if task["loss"] is None else f"{task['loss']:.3f}",
+        _loss(task),
         fmt.scaled(task["waf"], "").strip() if task["waf"] else "-",
         str(task["healed"]),
         fmt.lost_cell(task["iterations_lost"]),

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import math
 
-from ...control_plane.api.needs import ENDED, folders, lag_s
+from ...control_plane.api.needs import (
+    ENDED,
+    folders,
+    lag_s,
+    loss_in_words,
+    published_in_words,
+)
 from ..terminal import format as fmt
 from ..terminal.format import Plain
 from . import incident
@@ -22,7 +28,16 @@ NORMAL_ITERATIONS_MIN = 5
 """The normal step time on a number of slots is the median of at least so many iterations."""
 SAME_RATIO = 1.05
 RATES_SHOWN_NUM = 8
-UNREAD: Plain = {"losses": [], "skipped": 0, "pace": None, "copied_s": 0.0, "incidents": []}
+MARKS_NUM = 3
+"""The newest series and spikes of the loss that are named below its curve."""
+UNREAD: Plain = {
+    "losses": [],
+    "loss_marks": [],
+    "skipped": 0,
+    "pace": None,
+    "copied_s": 0.0,
+    "incidents": [],
+}
 """What is shown of a past that is not read until the present."""
 NODES_SHOWN_NUM = 8
 """More nodes of a checkpoint are counted instead of named."""
@@ -223,13 +238,15 @@ def _progress(task: Plain, past: Plain, now_s: float) -> list[str]:
     if not task["iteration"] and not task["iterations"]:
         return fmt.labelled("progress", "a command: is supervised only")
     loss = "" if task["loss"] is None else f", loss {task['loss']:.4f}"
+    if task["not_finite"]:
+        loss = f", {loss_in_words(task)}"
     of = f" of {fmt.count(task['iterations'])}" if task["iterations"] else ""
     printed = "" if task["tier"] == "train" else ", as it prints"
     lines = fmt.labelled("progress", f"{fmt.count(task['iteration'])}{of}{loss}{printed}")
     lines += [" " * INDENT_COLUMNS + line for line in loss_curve(past)]
     if past["skipped"]:
         steps = f"{fmt.count(past['skipped'])} of {fmt.count(task['iteration'])} steps"
-        lines += fmt.labelled("skipped", f"{steps}: the gradient was not finite")
+        lines += fmt.labelled("skipped", f"{steps}: loss or gradient were not finite")
     if task["step_s"] and task["state"] in ("running", "degraded"):
         left = task["iterations"] - task["iteration"]
         # ranks that still prepare are not counted
@@ -265,7 +282,10 @@ def loss_curve(past: Plain, width: int = CURVE_COLUMNS) -> list[str]:
             + f"   (!) fault at iteration {', '.join(map(str, faults))}"
         )
         lines.append(fmt.clipped(line, fmt.SCREEN_COLUMNS - INDENT_COLUMNS))
-    return lines
+    return lines + [
+        f"at iteration {mark['iteration']}: {mark['what']}"
+        for mark in past["loss_marks"][-MARKS_NUM:]
+    ]
 
 
 def _earns(task: Plain) -> list[str]:
@@ -301,6 +321,8 @@ def _copies(task: Plain, past: Plain, now_s: float) -> list[str]:
     """Where the task's state is, and what would be lost if all processes exited. In-memory
     checkpoints are reported seldom: a store may have a newer one than the last report."""
     if task["tier"] != "train" or task["state"] in ENDED:
+        if task["not_published"]:
+            return fmt.labelled("published", published_in_words(task))
         return fmt.labelled("published", task["checkpoint"]) if task["checkpoint"] else []
     holders = [
         one for one in task["ranks"] if one["state"] in ("member", "stopped") and one["has_state"]
@@ -346,7 +368,12 @@ def _copies(task: Plain, past: Plain, now_s: float) -> list[str]:
             f"{fmt.ranks(one['rank'] for one in holders)}"
             f"{SHARDS.get(task['optimizer'], '') if num > 1 else ''}"
         )
-    return fmt.labelled("copies", f"{live}; {disk}")
+    held = (
+        fmt.labelled("published", published_in_words(task))
+        if task["not_published"] or task["not_finite"]
+        else []
+    )
+    return fmt.labelled("copies", f"{live}; {disk}") + held
 
 
 def _stored_on(copy: Plain) -> str:

@@ -113,6 +113,8 @@ class Address(Struct, frozen=True, kw_only=True):
 
     redis_url: str
     cluster: str
+    cluster_id: str = ""
+    """Distinguishes clusters of the same name."""
     shared_password: bool = False
     insecure: bool = False
     """Something crosses the network unencrypted."""
@@ -234,6 +236,8 @@ class HttpApi:
         else:
             shown = view(state, now_s=now_s, num_ended=call.query.ended)
         shown["cluster"] |= {
+            "id": self._address.cluster_id,
+            "name": self._address.cluster,
             "follows": "" if at else self._coordinator.leader_url,
             "followers": [] if at else self._coordinator.followers,
             "insecure": self._address.insecure,
@@ -662,6 +666,7 @@ class HttpApi:
         return {
             "redis_url": self._url_of(body.node, body.incarnation),
             "cluster": self._address.cluster,
+            "cluster_id": self._address.cluster_id,
             "node": body.node,
             "epoch": self._coordinator.epoch,
             "key": self._identities.key(body.node).hex(),

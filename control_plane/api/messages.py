@@ -17,6 +17,7 @@ from ..history.history import Output
 from ..history.timeline import Span
 from ..state.incident import Incident
 from ..state.node import Check, Quarantine
+from ..state.task import LossSeries
 from ..throughput.transition_cost import Transition
 from .dry_run import Change
 from .needs import Need
@@ -216,6 +217,7 @@ Joined = TypedDict(
     {
         "redis_url": str,
         "cluster": str,
+        "cluster_id": Annotated[str, Meta(description="Another for each cluster of this name")],
         "node": str,
         "epoch": int,
         "key": str,
@@ -257,6 +259,9 @@ TimelineAnswer = TypedDict(
         "incidents": list[Mark],
     },
 )
+LossMark = TypedDict(
+    "LossMark", {"iteration": int, "what": Annotated[str, Meta(description="What begins there")]}
+)
 Generation = TypedDict("Generation", {"at_s": float, "iteration": int, "layout": str})
 LogRecord = TypedDict(
     "LogRecord",
@@ -281,6 +286,8 @@ Earned = TypedDict("Earned", {"at_s": float, "length_s": float, "flop": float})
 ClusterView = TypedDict(
     "ClusterView",
     {
+        "id": Annotated[str, Meta(description="Another for each cluster of this name")],
+        "name": Annotated[str, Meta(description="That of --cluster")],
         "seq": int,
         "epoch": int,
         "at_s": float,
@@ -413,6 +420,14 @@ Failing = TypedDict(
         ],
     },
 )
+NotPublished = TypedDict(
+    "NotPublished",
+    {
+        "path": Annotated[str, Meta(description="In the output of the task")],
+        "iteration": int,
+        "loss": Annotated[str, Meta(description="What made its state NaN or infinite")],
+    },
+)
 TaskView = TypedDict(
     "TaskView",
     {
@@ -448,6 +463,11 @@ TaskView = TypedDict(
         "logged_batch": int,
         "model_batch": int,
         "loss": float | None,
+        "not_finite": Annotated[
+            Annotated[Plain, encoded(LossSeries)] | None,
+            Meta(description="The losses up to now, if they are not finite"),
+        ],
+        "loss_iterations": Annotated[int, Meta(description="As the policy has it")],
         "step_s": float,
         "rate_flops": float,
         "waf": float,
@@ -482,6 +502,9 @@ TaskView = TypedDict(
         "output": str,
         "checkpoint": str,
         "checkpoint_iteration": int,
+        "not_published": Annotated[
+            NotPublished | None, Meta(description="A later checkpoint whose state is not finite")
+        ],
         "unsaved": int,
         "unpublished": int,
         "copies": list[MemoryCopy],
@@ -650,6 +673,9 @@ Curves = TypedDict(
         "view": TaskView | None,
         "iterations": list[int],
         "losses": list[float | None],
+        "loss_marks": Annotated[
+            list[LossMark], Meta(description="Series that are not finite, and spikes")
+        ],
         "step_s": list[float | None],
         "layouts": list[Generation],
         "skipped": int,

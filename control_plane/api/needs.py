@@ -28,6 +28,7 @@ What = Literal[
     "no copies",
     "stalled",
     "silent",
+    "loss",
     "drained",
     "incident",
     "failed",
@@ -67,6 +68,7 @@ def needs(view: Plain, now_s: float) -> list[Need]:
             *_healing(view),
             *_nodes(view, now_s),
             *_tasks(view, now_s),
+            *_losses(view, now_s),
             *_blocked_by_drain(view),
             *_incidents(view, now_s),
             *_failures(view, now_s),
@@ -373,6 +375,51 @@ def lag_s(task: Plain, now_s: float) -> float:
         return 0.0
     quiet_s = now_s - max(task["progressed_s"], task["since_s"])
     return quiet_s if quiet_s > max(LAG_TIMES * task["step_s"], LAG_S_MIN) else 0.0
+
+
+def _losses(view: Plain, now_s: float) -> Iterator[Need]:
+    """Tasks whose loss has not been finite for some iterations; a finished one for a day, unless a
+    later task has its name."""
+    last = {task["name"]: task["id"] for task in view["tasks"]}
+    for task in view["tasks"]:
+        series: Plain | None = task["not_finite"]
+        is_over = task["state"] in ENDED
+        if series is None or series["num"] < task["loss_iterations"]:
+            continue
+        if is_over and not (
+            task["state"] == "finished"
+            and task["id"] == last[task["name"]]
+            and now_s - task["since_s"] < FAILED_S_MAX
+        ):
+            continue
+        name = task["id"] if is_over else task["name"]
+        yield Need(
+            what="loss",
+            why=f"{task['name']}{' has finished with' * is_over}: {loss_in_words(task)}, "
+            f"{series['num']} iterations; {published_in_words(task)}",
+            do=f"`unicron logs {name}`{' names the micro-batches' * (task['tier'] == 'train')}",
+            since_s=series["since_s"],
+            task=task["id"],
+        )
+
+
+def loss_in_words(task: Plain) -> str:
+    """The loss of a series that is not finite, and since when."""
+    series: Plain = task["not_finite"]
+    return f"loss {series['text']} since iteration {series['first']}"
+
+
+def published_in_words(task: Plain) -> str:
+    """Which state a task's `latest` has, and which later one is not published."""
+    if task["tier"] != "train":
+        return "look at its checkpoints"
+    held: Plain | None = task["not_published"]
+    latest = (
+        f"latest stays at iteration {task['checkpoint_iteration']} ({task['checkpoint']})"
+        if task["checkpoint"]
+        else "no checkpoint is published"
+    )
+    return latest + (f", {held['path']} is not published (loss {held['loss']})" if held else "")
 
 
 def _blocked_by_drain(view: Plain) -> Iterator[Need]:

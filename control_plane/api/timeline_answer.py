@@ -151,6 +151,7 @@ NO_TASK: Curves = {
     "view": None,
     "iterations": [],
     "losses": [],
+    "loss_marks": [],
     "step_s": [],
     "layouts": [],
     "skipped": 0,
@@ -178,6 +179,9 @@ def past_of(history: History, number: int, now_s: float) -> Curves:
         else cast(TaskView, task_view(history.state, past.task)),
         "iterations": iterations,
         "losses": [past.losses[one] for one in iterations],
+        "loss_marks": [
+            {"iteration": at, "what": past.loss_marks[at]} for at in sorted(past.loss_marks)
+        ],
         "skipped": past.skipped,
         "copied_s": past.copied_s,
         "ended": bool(past.task.outcome),

@@ -274,6 +274,7 @@ def task_view(
         "logged_batch": task.logged.global_batch if task.logged is not None else 0,
         "model_batch": spec.model.global_batch if spec.model is not None else 0,
         "loss": task.loss,
+        **_losses(state, task),
         "step_s": task.step_s,
         "rate_flops": task.rate_flops,
         "waf": task.weight * task.rate_flops if _steps(task) else 0.0,
@@ -345,6 +346,18 @@ def _failing(state: ClusterState, task: Task) -> dict[str, Any] | None:
             }
             for number, suspect in sorted(task.suspects.items())
         ],
+    }
+
+
+def _losses(state: ClusterState, task: Task) -> dict[str, Any]:
+    """The series of losses that are not finite, and the checkpoint that is not published for it."""
+    last = task.unpublished
+    return {
+        "not_finite": msgspec.to_builtins(task.not_finite),
+        "loss_iterations": state.policy.loss_iterations,
+        "not_published": {"path": last.path, "iteration": last.step_version, "loss": last.loss}
+        if last is not None
+        else None,
     }
 
 

@@ -5,7 +5,7 @@ from itertools import chain
 
 from ...events.records import reports as r
 from ...events.records import types as t
-from ...events.records.decisions import TaskPlaced
+from ...events.records.decisions import LossSpiked, TaskPlaced
 from ...events.records.envelope import Record
 from ..fold.edits import LOSSES, task_of_deadline
 from ..incidents import node_incidents
@@ -55,6 +55,7 @@ def decisions(state: ClusterState, record: Record, plan: Plan) -> Iterator[t.Bod
         )
     if isinstance(record.body, _PROGRESS) and record.body.task in state.tasks:
         yield from calibration.calibrate(state, state.tasks[record.body.task])
+        yield from _spike(state, state.tasks[record.body.task])
     if isinstance(record.body, r.FaultRequested):
         fault = members.inject_fault(state, record.body)
         if fault is not None:
@@ -77,6 +78,20 @@ def decisions(state: ClusterState, record: Record, plan: Plan) -> Iterator[t.Bod
         yield from task_decisions(state, _all_tasks(state))
 
 
+def _spike(state: ClusterState, task: Task) -> Iterator[t.Body]:
+    """Record a spike of the loss once, when it has lasted for long enough."""
+    spike = task.spike
+    if spike is not None and not spike.seq and spike.num >= state.policy.loss_iterations:
+        yield LossSpiked(
+            task=task.id,
+            iteration=spike.first,
+            num=spike.num,
+            loss=spike.loss,
+            median=spike.median,
+            deviation=spike.deviation,
+        )
+
+
 def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
     """The tasks for which decisions may follow from the record, by id.
 
@@ -85,8 +100,9 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
     other record affects the task that it names, or the task of its deadline. The exit of a process
     also affects each task that has a seat without a process on that node: the seat may wait for the
     slot. Progress affects only a task with faults or an incident, since it may close the incident
-    or show a straggler. An answer to an order has no effect while other answers are outstanding.
-    While healing is paused, `decisions` looks at every task after each record.
+    or show a straggler, and one that ends because of its loss. An answer to an order has no effect
+    while other answers are outstanding. While healing is paused, `decisions` looks at every task
+    after each record.
     """
     body = record.body
     number: int = getattr(body, "task", 0)
@@ -108,7 +124,8 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
     if task is None:
         return []
     if isinstance(body, _PROGRESS):
-        return [task] if task.incident or task.faults or task.suspects else []
+        moves = task.incident or task.faults or task.suspects or task.ending
+        return [task] if moves else []
     # The RankReady of a command's process answers no order.
     unsolicited = isinstance(body, r.RankReady) and not task.heals_in_memory
     if isinstance(body, _ANSWERS) and task.num_outstanding and not unsolicited:

@@ -113,9 +113,9 @@ def may_end(state: ClusterState, task: Task) -> bool:
 
 
 def num_unsaved(task: Task) -> int:
-    """Iterations done since the published checkpoint, as far as living members have reported."""
+    """Iterations done since the newest checkpoint, as far as living members have reported."""
     versions = [rank.step_version for rank in task.living_members()]
-    return max([0, *(version - task.saved_iteration for version in versions)])
+    return max([0, *(version - task.kept_iteration for version in versions)])
 
 
 def is_starting(state: ClusterState, task: Task, seat: Seat) -> bool:

@@ -5,7 +5,7 @@ level-triggered: a second call yields nothing, so a new leader needs no special 
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ...events.records.decisions import TaskEnded
 from ...events.records.orders import PublishCheckpoint, Quiesce, Reconfigure, Resume
@@ -14,7 +14,7 @@ from ..incidents.blame import judge_progress
 from ..incidents.lifecycle import close_incident, end_incident, network_incident, open_incidents
 from ..state.cluster import ClusterState
 from ..state.members import is_pinned
-from ..state.task import Phase, Rank, Task
+from ..state.task import Checkpoint, Phase, Rank, Task
 from . import memory_checkpoints
 from .membership import expected_positions, next_membership
 from .preemption import (
@@ -39,6 +39,8 @@ from .processes import (
 
 NUM_ROWS_MAX = 8
 """The most rows of the table that one record can trigger. More rows are a bug."""
+EARLIER_NUM_MAX = 3
+"""Checkpoints that a task may fall back to, if the newest ones are damaged."""
 
 Condition = Callable[[ClusterState, Task], bool]
 Action = Callable[[ClusterState, Task], Iterator[Body]]
@@ -192,11 +194,23 @@ def reconfigure(state: ClusterState, task: Task) -> Iterator[Body]:
         dp=len(members) if axes is None else axes.dp,
         axes=axes,
         checkpoint=task.checkpoint_path,
+        earlier=_earlier(task),
         copies=memory_checkpoints.recovery_sources(state, task, ranks),
         keepers=stores.keepers,
         stores=stores.stores,
         copies_bytes_max=state.policy.copies_bytes_max,
     )
+
+
+def _earlier(task: Task) -> tuple[str, ...]:
+    """The checkpoints that were published before the last one and may still be there."""
+    training = task.spec.training
+    keep = training.checkpoint_keep if training is not None else "all"
+    paths = [stored.path for stored in task.stored if stored.is_published]
+    if task.checkpoint_path not in paths:
+        return ()
+    before = paths[: paths.index(task.checkpoint_path)][::-1]
+    return tuple(before[: EARLIER_NUM_MAX if keep == "all" else min(keep, EARLIER_NUM_MAX)])
 
 
 def resume(state: ClusterState, task: Task) -> Iterator[Body]:
@@ -339,30 +353,43 @@ def _publish(state: ClusterState, task: Task) -> Iterator[Body]:
     """Order the writer's node to publish; if it is gone, another publishes a final checkpoint."""
     if task.spec.training is None:
         return
-    output = task.spec.training.output
     if task.saved is not None and task.members:
         first = task.member(task.saver)
         name = first.slot.node if first is not None else task.members[0].node
-        yield PublishCheckpoint(
-            nodes=(name,),
-            task=task.id,
-            generation=task.saved.generation,
-            output=output,
-            path=task.saved.path,
-        )
+        yield _publication(task, task.saved, name)
     for waiting in list(task.publishing.values()):
         node = state.nodes.get(waiting.node)
         gone = node is None or node.health in ("lost", "left") or node.replace
         healthy = (name for name in sorted(state.nodes) if state.nodes[name].health == "healthy")
         other = next(healthy, "") if waiting.final and gone else ""
         if other:
-            yield PublishCheckpoint(
-                nodes=(other,),
-                task=task.id,
-                output=output,
-                generation=waiting.generation,
-                path=waiting.path,
-            )
+            yield _publication(task, waiting, other)
+
+
+def _publication(task: Task, checkpoint: Checkpoint, node: str) -> PublishCheckpoint:
+    assert task.spec.training is not None
+    return PublishCheckpoint(
+        nodes=(node,),
+        task=task.id,
+        generation=checkpoint.generation,
+        output=task.spec.training.output,
+        path=checkpoint.path,
+        remove=_removable(task, checkpoint, task.spec.training.checkpoint_keep),
+    )
+
+
+def _removable(task: Task, checkpoint: Checkpoint, keep: int | Literal["all"]) -> tuple[str, ...]:
+    """Those that may go once `checkpoint` is published: not the `keep` newest, and none that a
+    recovery may read before the publication is known."""
+    paths = [stored.path for stored in task.stored]
+    if keep == "all" or checkpoint.path not in paths:
+        return ()
+    needed = {task.checkpoint_path, checkpoint.path}
+    if task.phase != "training":
+        needed.add(task.reconfigure_checkpoint)
+    needed |= {waiting.path for waiting in task.publishing.values()}
+    older = paths[: paths.index(checkpoint.path) + 1]
+    return tuple(path for path in older[: max(len(older) - keep, 0)] if path not in needed)
 
 
 def _finish(state: ClusterState, task: Task) -> Iterator[Body]:
@@ -382,14 +409,19 @@ def _finish(state: ClusterState, task: Task) -> Iterator[Body]:
             or (task.final_known and rank.quiesced == task.generation)
         ):
             yield stop_rank(task, rank, state.policy.stop_s_max, "the task is done")
-    final = task.checkpoint is not None and task.checkpoint.final
-    if not task.ranks and final and not task.publishing and task.saved is None:
+    if not task.ranks and task.final_known and not task.publishing and task.saved is None:
         yield from end_incident(state, task, "the task is finished")
-        yield TaskEnded(
-            task=task.id,
-            outcome="finished",
-            why=f"{task.iteration} iterations; {task.checkpoint_path}",
-        )
+        yield TaskEnded(task=task.id, outcome="finished", why=_finished(task))
+
+
+def _finished(task: Task) -> str:
+    """How many iterations it has done, and where its state is."""
+    last, series = task.unpublished, task.not_finite
+    if last is None:
+        return f"{task.iteration} iterations; {task.checkpoint_path}"
+    since = f" since iteration {series.first}" if series is not None else ""
+    latest = f"latest stays at {task.checkpoint_path}" if task.checkpoint_path else "no latest"
+    return f"{task.iteration} iterations, loss {last.loss}{since}; {latest}, not {last.path}"
 
 
 def _end(state: ClusterState, task: Task) -> Iterator[Body]:

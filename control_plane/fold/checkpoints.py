@@ -10,16 +10,23 @@ from ...events.records.envelope import Record
 from ..state.cluster import ClusterState
 from ..state.memory_checkpoints import whole_checkpoints
 from ..state.node import Node
-from ..state.task import Checkpoint, Task
+from ..state.task import Checkpoint, StoredCheckpoint, Task
 from .edits import close_orders, forget_store, set_stores
 
-
 # --- checkpoints on disk ---
+REMOVALS_NUM_MAX = 8
+"""An old checkpoint is named in so many orders: an agent may end before it has removed it."""
+
+
 def checkpoint_saved(
     state: ClusterState, record: Record, task: Task, body: r.CheckpointSaved
 ) -> None:
     if body.generation != task.generation:
         return
+    output = task.spec.training.output if task.spec.training is not None else ""
+    path = body.path.removeprefix(output).lstrip("/")
+    task.stored = [stored for stored in task.stored if stored.path != path]
+    task.stored.append(StoredCheckpoint(path=path, step_version=body.step_version))
     ways = [task.saved, task.checkpoint, *task.publishing.values()]
     if any(
         way is not None
@@ -28,13 +35,19 @@ def checkpoint_saved(
         for way in ways
     ):
         return  # another rank took over the save and has saved a newer state
-    output = task.spec.training.output if task.spec.training is not None else ""
-    task.saved = Checkpoint(
+    saved = Checkpoint(
         generation=body.generation,
         step_version=body.step_version,
-        path=body.path.removeprefix(output).lstrip("/"),
+        path=path,
         final=body.final,
+        loss=body.loss,
     )
+    if body.loss:  # the published one stays: it is finite
+        task.unpublished = saved
+        return
+    task.saved = saved
+    if task.unpublished is not None and task.unpublished.step_version <= saved.step_version:
+        task.unpublished = None
 
 
 def checkpoint_published(
@@ -47,6 +60,13 @@ def checkpoint_published(
         del task.publishing[order]
         state.orders.pop(order, None)
     task.checkpoint = published
+    training = task.spec.training
+    keep = training.checkpoint_keep if training is not None else "all"
+    num = REMOVALS_NUM_MAX + (keep if keep != "all" else 0)
+    task.stored = [
+        replace(stored, is_published=True) if stored.path == published.path else stored
+        for stored in task.stored[-num:]
+    ]
 
 
 def publish_ordered(

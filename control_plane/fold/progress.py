@@ -11,6 +11,7 @@ from ..throughput.transition_cost import command_resumed, num_slots, transition_
 from .edits import add_work, end_pause
 from .failures import clear_suspicion, passed
 from .hangs import command_unstalled, iterations_passed
+from .losses import finite, not_finite
 from .stragglers import restart_stragglers
 
 ITERATIONS_MAX = 10**12
@@ -19,23 +20,28 @@ ITERATIONS_MAX = 10**12
 
 # --- of training tasks ---
 def progressed(state: ClusterState, record: Record, task: Task, body: TaskProgressed) -> None:
-    if body.generation != task.generation or not body.losses or task.phase == "reconfiguring":
+    is_empty = body.end == body.first_iteration
+    if body.generation != task.generation or is_empty or task.phase == "reconfiguring":
         return
-    task.loss = body.losses[-1]
+    if body.losses:
+        finite(state, task, body.first_iteration, body.losses)
+    else:
+        not_finite(state, task, body.first_iteration, body.end, "not finite")
     task.rate_flops = body.rate_flops
     task.micro_batches = body.micro_batches
     keep_times(state, task, body)
     if body.step_s:
         task.step_s = body.step_s[-1]
-    _stepped_to(state, task, body.first_iteration + len(body.losses))
+    _stepped_to(state, task, body.end)
     restart_stragglers(state, record, task)
 
 
 def loss_not_finite(state: ClusterState, record: Record, task: Task, body: LossNotFinite) -> None:
     """The iteration counts as finished, although its loss is not finite."""
     if body.generation == task.generation and task.phase != "reconfiguring":
-        task.loss = None
-        _stepped_to(state, task, body.iteration + 1)
+        at = body.iteration
+        not_finite(state, task, at, at + 1, body.text, is_saving=body.is_saving)
+        _stepped_to(state, task, at + 1)
 
 
 def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
@@ -106,7 +112,14 @@ def iterations_logged(
     add_work(state, task, task.max_iteration + (new if counts else 0))
     task.max_iteration = max(task.max_iteration, body.iteration)
     task.iteration, task.progressed_s = body.iteration, state.at_s
-    task.loss, task.step_s = body.loss, body.step_s
+    task.step_s = body.step_s
+    if body.loss_text:
+        first = task.not_finite.first if task.not_finite is not None else body.iteration
+        not_finite(state, task, first, body.iteration + 1, body.loss_text)
+    elif body.loss is not None:
+        finite(state, task, body.iteration, (body.loss,))
+    else:
+        task.loss = None
     rate_flops = task.iteration_flops / body.step_s if counts and body.step_s > 0 else 0.0
     task.rate_flops = min(rate_flops, RATE_FLOPS_MAX)
     if has_progressed(state, task, rank):

@@ -13,6 +13,7 @@ from ...events.records.decisions import (
     IncidentClosed,
     IncidentEscalated,
     IncidentOpened,
+    LossSpiked,
     PlanChosen,
     TaskEnded,
     TaskPlaced,
@@ -23,6 +24,7 @@ from ...events.records.reports import (
     CollectiveFailed,
     FaultRequested,
     IterationsLogged,
+    LossNotFinite,
     MemoryCheckpointStored,
     NodeJoined,
     OutageEnded,
@@ -247,6 +249,8 @@ class TaskHistory(Struct, kw_only=True):
     """The first CollectiveFailed since the last Resume."""
     losses: dict[int, float] = field(default_factory=dict[int, float])
     """Current losses; those of lost iterations are removed."""
+    loss_marks: dict[int, str] = field(default_factory=dict[int, str])
+    """By iteration: what begins there, a series of losses that are not finite or a spike."""
     paces_s: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
     """Iteration times by number of members; for a command, by number of slots."""
     skipped: int = 0
@@ -262,6 +266,13 @@ class TaskHistory(Struct, kw_only=True):
     @property
     def name(self) -> str:
         return self.task.spec.name
+
+    def mark_loss(self) -> None:
+        """Mark the beginning of the series or the spike that the task is in."""
+        if (series := self.task.not_finite) is not None:
+            self.loss_marks[series.first] = f"loss {series.text}"
+        if (spike := self.task.spike) is not None and spike.seq:
+            self.loss_marks[spike.first] = f"spike {spike.loss:.3g}"
 
 
 class History(Struct):
@@ -430,10 +441,15 @@ class History(Struct):
             if body.generation == task.generation and task.phase != "reconfiguring":
                 past.failed = past.failed or record
         elif isinstance(body, TaskProgressed):
+            for at in range(body.first_iteration, body.end):
+                past.losses.pop(at, None)
             past.losses.update(enumerate(body.losses, body.first_iteration))
+            past.mark_loss()
             if body.generation == task.generation:
                 past.paces_s.setdefault(len(task.members), []).extend(body.step_s)
             past.skipped = body.skipped
+        elif isinstance(body, LossNotFinite | LossSpiked):
+            past.mark_loss()
         elif (
             isinstance(body, IterationsLogged)
             and task.logged is not None
@@ -450,6 +466,7 @@ class History(Struct):
                 past.losses = {key: loss for key, loss in past.losses.items() if key <= last}
             if body.loss is not None:
                 past.losses[body.iteration] = body.loss
+            past.mark_loss()
 
 
 def history(records: Iterable[Record], state: ClusterState | None = None) -> History:

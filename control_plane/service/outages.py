@@ -85,7 +85,7 @@ class Outages:
                 and record.source.partition("/")[0] not in RESERVED_NAMES
             ):
                 num = (
-                    len(body.losses)
+                    body.end - body.first_iteration
                     if isinstance(body, TaskProgressed)
                     else body.num_iterations
                     if isinstance(body, IterationsLogged)

@@ -216,6 +216,49 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
     final: bool
     node: str = ""
     """The node that was ordered to publish it."""
+    loss: str = ""
+    """The loss of its last iteration, if its state is not finite."""
+
+
+class LossSeries(Struct, frozen=True, kw_only=True):
+    """Iterations in a row whose loss is not finite."""
+
+    first: int
+    """The first of them; of a command, as it prints."""
+    num: int
+    """How many there are so far."""
+    text: str
+    """The loss of the first."""
+    since_s: float
+    """When it was reported, seconds since 1970."""
+    is_saving: bool = False
+    """Whether the members save the state with which the first began."""
+
+
+class LossSpike(Struct, frozen=True, kw_only=True):
+    """Losses in a row above the band of those before."""
+
+    first: int
+    """The first of these iterations."""
+    num: int
+    """How many there are so far."""
+    loss: float
+    """The largest of these losses."""
+    median: float
+    """The median of the losses before."""
+    deviation: float
+    """The standard deviation of the losses before."""
+    seq: int = 0
+    """The record that tells of it; 0: it is too short so far."""
+
+
+class StoredCheckpoint(Struct, frozen=True, kw_only=True):
+    """A complete checkpoint on disk that may still be there: its `path` relative to the output, its
+    `step_version`, and whether it was published (`is_published`)."""
+
+    path: str
+    step_version: int
+    is_published: bool = False
 
 
 class Task(Struct, kw_only=True):
@@ -296,6 +339,11 @@ class Task(Struct, kw_only=True):
     publishing: dict[int, Checkpoint] = field(default_factory=dict[int, Checkpoint])
     """By seq of the publish order: checkpoints whose publication is not confirmed."""
     checkpoint: Checkpoint | None = None
+    unpublished: Checkpoint | None = None
+    """A later complete checkpoint that is not to be published, because its state is not finite."""
+    stored: list[StoredCheckpoint] = field(default_factory=list[StoredCheckpoint])
+    """In the order in which they were reported complete; those that may go are named in several
+    orders, and then forgotten."""
     keepers: tuple[StoreEndpoint, ...] = ()
     """The checkpoint stores that receive its in-memory checkpoints."""
     stores: tuple[NodeStores, ...] = ()
@@ -322,6 +370,12 @@ class Task(Struct, kw_only=True):
     downtime_s: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     """By kind of change: the last downtimes."""
     loss: float | None = None
+    not_finite: LossSeries | None = None
+    """The losses up to now, if they are not finite."""
+    losses: list[float] = field(default_factory=list[float])
+    """The last losses, without those of spikes: the band with which the next is compared."""
+    spike: LossSpike | None = None
+    """The losses up to now, if they are above the band."""
     step_s: float = 0.0
     rate_flops: float = 0.0
     micro_batches: int = 0
@@ -343,7 +397,7 @@ class Task(Struct, kw_only=True):
     @property
     def final_known(self) -> bool:
         """Whether a complete final checkpoint is saved or published."""
-        ways = [self.saved, self.checkpoint, *self.publishing.values()]
+        ways = [self.saved, self.checkpoint, self.unpublished, *self.publishing.values()]
         return any(way is not None and way.final for way in ways)
 
     @property
@@ -363,6 +417,14 @@ class Task(Struct, kw_only=True):
     def saved_iteration(self) -> int:
         """Iterations in the published checkpoint; 0 without one."""
         return self.checkpoint.step_version if self.checkpoint is not None else 0
+
+    @property
+    def kept_iteration(self) -> int:
+        """Iterations in the newest complete checkpoint of this generation or the published one."""
+        later = self.unpublished
+        if later is None or later.generation != self.generation:
+            return self.saved_iteration
+        return max(self.saved_iteration, later.step_version)
 
     @property
     def checkpoint_path(self) -> str:

@@ -49,12 +49,16 @@ def copies_bytes(spec: JobSpec) -> int:
     """Host memory of a task's in-memory checkpoints, all nodes together; 0: none, or not known."""
     if spec.training is None or not spec.training.copy_every:
         return 0
-    state_bytes = 0
+    return NUM_STORES_MAX * CHECKPOINTS_NUM_MAX * state_bytes(spec)
+
+
+def state_bytes(spec: JobSpec) -> int:
+    """Bytes of the whole state of a task, about those of a checkpoint; 0: not known."""
     if spec.train is not None:
-        state_bytes = _trained_state_bytes(spec.train)
-    elif spec.loop is not None and spec.loop.model is not None:
-        state_bytes = STATE_BYTES * parameters(spec.loop.model).total
-    return NUM_STORES_MAX * CHECKPOINTS_NUM_MAX * state_bytes
+        return _trained_state_bytes(spec.train)
+    if spec.loop is not None and spec.loop.model is not None:
+        return STATE_BYTES * parameters(spec.loop.model).total
+    return 0
 
 
 def trained_bytes(train: Train, count: int) -> int:

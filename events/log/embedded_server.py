@@ -1,7 +1,7 @@
 """A private Redis-compatible server for one machine: start, adopt, stop.
 
 The server runs in its own session and outlives the process that started it. It inherits the
-descriptor of its directory's lock, so the lock is free exactly when the server has exited. It
+lock of its directory, so the lock is free exactly when the server has exited. It
 listens on a unix socket in its directory, which only the owner can enter, and on no port: a port
 that a stopped server leaves free could be taken by a process that collects passwords. It uses
 `appendfsync always`: with `everysec` an acknowledged record can be lost, because a write waits
@@ -9,7 +9,6 @@ while a sync runs. Batches make `always` affordable (measured: 162 k against 258
 files are commands throughout (no snapshots), which append_only_file.py reads without a server.
 """
 
-import fcntl
 import os
 import secrets
 import shutil
@@ -23,8 +22,9 @@ from urllib.parse import quote
 import msgspec
 from msgspec import Struct
 
-from .. import unix_socket
+from .. import process_identity, unix_socket
 from ..errors import ServerError
+from ..file_lock import FileLock, Held
 from ..private_files import write_private
 from ..process_io import defer_signals
 
@@ -135,7 +135,7 @@ def start(directory: Path, password: str = "") -> Server:
     try:
         return _start(binary, directory, lock, password)
     finally:
-        os.close(lock)
+        lock.release()
 
 
 def find_binary() -> Path:
@@ -161,31 +161,11 @@ def start_time(pid: int) -> str:
     """Start time of the process as the OS reports it; "" if the process is gone or a zombie."""
     if child := _children.get(pid):
         child.poll()  # reaps it if it has exited
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return "" if Path("/proc/self/stat").exists() else _start_time_ps(pid)
-    except ProcessLookupError:
-        return ""
-    fields = text.rpartition(")")[2].split()
-    return "" if fields[0] in "ZX" else fields[19]
-
-
-def _start_time_ps(pid: int) -> str:
-    """`start_time` without /proc (macOS)."""
-    done = subprocess.run(
-        ["ps", "-o", "stat=,lstart=", "-p", str(pid)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=REPLY_S_MAX,
-    )
-    state, _, began = done.stdout.strip().partition(" ")
-    return "" if state.startswith("Z") else began.strip()
+    return process_identity.start_time(pid)
 
 
 # --- starting -----------------------------------------------------------------------------------
-def _start(binary: Path, directory: Path, lock: int, former: str) -> Server:
+def _start(binary: Path, directory: Path, lock: FileLock, former: str) -> Server:
     password = _password(directory)
     if password is None:
         password = former or secrets.token_hex(24)
@@ -209,10 +189,11 @@ def _start(binary: Path, directory: Path, lock: int, former: str) -> Server:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
-                pass_fds=(lock,),
+                pass_fds=(lock.fd,),
             )
             _children[process.pid] = process
             note = _Note(pid=process.pid, start_time=start_time(process.pid))
+            lock.hand_over(note.pid, note.start_time)
             write_private(directory / "server.json", msgspec.json.encode(note))
         server = _server(directory, note, password)
         answer = _until_ready(process, server)
@@ -292,23 +273,22 @@ def _make(directory: Path) -> Path:
     return directory.resolve()
 
 
-def _lock(directory: Path) -> int:
-    """Lock the directory; return the descriptor. Raises ServerError if it is in use."""
-    lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _lock(directory: Path) -> FileLock:
+    """Lock the directory. Raises ServerError if it is in use."""
+    lock = FileLock(directory / "lock")
     deadline = time.monotonic() + LOCK_S_MAX
     while True:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
-        except BlockingIOError:
+            return lock.acquire()
+        except Held as held:
             note = _note(directory)
             alive = note is not None and start_time(note.pid) == note.start_time
             if note is None or alive or time.monotonic() > deadline:
-                os.close(lock)
                 by = f" by server {note.pid}" if note and alive else ""
+                by = by or (f" by {held.holder}" if held.holder else "")
                 raise ServerError(
                     f"{directory} is in use{by}",
-                    "stop it with unicron down, or name another directory",
+                    held.hint or "stop it with unicron down, or name another directory",
                 ) from None
         time.sleep(_POLL_S)
 

@@ -46,6 +46,12 @@ class Identities:
         assert len(secret) == SECRET_BYTES
         self._secret, self._cluster = secret, cluster
 
+    @property
+    def new_cluster_id(self) -> str:
+        """Distinguishes a new cluster from others of the same name, the same for each of its
+        control planes. It is no secret."""
+        return self._derive("cluster").hex()[:16]
+
     def key(self, node: str) -> bytes:
         """The key that signs this node's reports, and the orders for it."""
         return self._derive("key", node)
@@ -201,6 +207,7 @@ AGENT_REPORTS: tuple[type[Body], ...] = (
     reports.TaskProgressed,
     reports.IterationsLogged,
     reports.LossNotFinite,
+    reports.LossFiniteAgain,
     reports.StepTimeChanged,
     reports.MemoryCheckpointStored,
     reports.CheckpointSaved,

@@ -120,6 +120,23 @@ class ThroughputSet(Body, frozen=True):
     rates_flops: tuple[float, ...]
 
 
+class LossSpiked(Body, frozen=True):
+    """For `loss_iterations` the loss is far above the band of those before: a median and a robust
+    standard deviation of up to 64."""
+
+    task: int
+    iteration: int
+    """The first of these iterations."""
+    num: int
+    """How many there are so far."""
+    loss: float
+    """The largest of these losses."""
+    median: float
+    """The median of the losses before."""
+    deviation: float
+    """The standard deviation of the losses before, by the median of absolute deviations."""
+
+
 class Allocation(Struct, frozen=True):
     """The slots that a plan gives one task. WAF is weight times FLOP/s."""
 

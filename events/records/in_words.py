@@ -128,12 +128,13 @@ def _state_source(body: Plain) -> str:
 
 
 def _progress(body: Plain) -> str:
-    first, num = body["first_iteration"], len(body["losses"])
+    first, num = body["first_iteration"], len(body["losses"]) or len(body["step_s"])
     if not num:
         return str(first)
     last = f"-{first + num - 1}" if num > 1 else ""
+    loss = f"{body['losses'][-1]:.4f}" if body["losses"] else "not finite"
     return (
-        f"{first}{last} loss {body['losses'][-1]:.4f}, "
+        f"{first}{last} loss {loss}, "
         f"{fmt.span(median(body['step_s']))} each, {fmt.scaled(body['rate_flops'], 'FLOP/s')}"
         + "".join(f", digest of {i} {x}" for i, x in body.get("digests", {}).items())
     )
@@ -401,17 +402,23 @@ TEMPLATES = {
     "keeps {micro_batches:len} micro-batches, "
     "{buckets_reduced} of {num_buckets} buckets reduced",
     "Reconfigured": _RANK + " generation {generation} step {step_version}, {:state source}, "
-    "kept {kept:len} todo {todo:len} dealt {dealt:len}, {:took}",
+    "kept {kept:len} todo {todo:len} dealt {dealt:len}, {:took}{damaged:?, {damaged}}",
     "ReconfigureFailed": _RANK + " generation {generation}: {error:first line}",
     "TaskProgressed": "task {task} iteration {:progress}",
     "IterationsLogged": _RANK + " iteration {iteration:,}{iterations:? of {iterations:,}}"
-    "{loss:loss}, {step_s:span} each"
+    "{loss:loss}{loss_text:? loss {loss_text}}, {step_s:span} each"
     "{num_iterations:window}"
     "{global_batch:?, global batch {global_batch:,}}"
     "{skipped:?, {skipped:,} skipped}{nan:?, {nan:,} nan}",
-    "LossNotFinite": "task {task} iteration {iteration}: loss {text}",
+    "LossNotFinite": "task {task} loss {text} from iteration {iteration} on"
+    "{is_saving:?, the state before it is being saved}",
+    "LossSpiked": "task {task} iteration {iteration}: loss {loss:.4g} for {num:,} iterations, "
+    "above {median:.4g} with a deviation of {deviation:.2g}",
+    "LossFiniteAgain": "task {task} loss finite again from iteration {iteration} on, "
+    "after {num:,} iterations",
     "MemoryCheckpointStored": _RANK + " step {step_version}, {copy_bytes:~B} in memory on {node}",
-    "CheckpointSaved": "task {task} step {step_version}, {ckpt_bytes:~B}, {path}{final:?, final}",
+    "CheckpointSaved": "task {task} step {step_version}, {ckpt_bytes:~B}, {path}{final:?, final}"
+    "{loss:?, loss {loss}: not to be published}",
     "CheckpointPublished": "task {task} {path}",
     "RankFinished": _RANK + " at step {step_version}, {forward_calls} forward calls",
     "HealthChanged": "{:devices} {check} {health}{why:because}",
@@ -446,7 +453,7 @@ TEMPLATES = {
     "SetCheckpointStores": _GENERATION + ": copies to {keepers:nodes}",
     "DropMemoryCheckpoints": "task {task} is over, on {nodes:words}",
     "Resume": _GENERATION + " reports progress from iteration {progress_from}",
-    "PublishCheckpoint": "task {task} {path}",
+    "PublishCheckpoint": "task {task} {path}{remove:?, then removes {remove}}",
     "InjectFault": "on purpose: {:fault}",
 }
 

@@ -15,7 +15,7 @@ from msgspec.structs import fields
 
 from ..spec.job import JobSpec, Loop, Train
 from ..spec.model import MegatronModel
-from .orders import StartRank
+from .orders import PublishCheckpoint, Reconfigure, StartRank
 from .types import Body
 
 ORDER_FORMAT_VERSION = 1
@@ -49,6 +49,14 @@ def _exact_sums(at: str, of: type[Struct]) -> Iterator[Added]:
 ADDED: tuple[Added, ...] = (
     *_exact_sums("train", Train),
     *_exact_sums("loop", Loop),
+    Added(StartRank, ("spec", "train", "skip_not_finite"), Train, 1),
+    Added(StartRank, ("spec", "loop", "skip_not_finite"), Loop, 1),
+    Added(StartRank, ("spec", "train", "checkpoint_keep"), Train, 1),
+    Added(StartRank, ("spec", "loop", "checkpoint_keep"), Loop, 1),
+    Added(StartRank, ("spec", "train", "begin_from"), Train, 1),
+    Added(StartRank, ("spec", "loop", "begin_from"), Loop, 1),
+    Added(PublishCheckpoint, ("remove",), PublishCheckpoint, 1, ignorable=True),
+    Added(Reconfigure, ("earlier",), Reconfigure, 1, ignorable=True),
     Added(StartRank, ("spec", "model", "exact_sum_bits"), MegatronModel, 1),
     Added(StartRank, ("spec", "loop", "model", "exact_sum_bits"), MegatronModel, 1),
 )

@@ -96,6 +96,8 @@ class Reconfigure(Body, frozen=True):
     checkpoint: str
     """The checkpoint of which each member reads its part if no member and no in-memory checkpoint
     has the state; empty: start at iteration 0."""
+    earlier: tuple[str, ...] = ()
+    """Published before it, the newest first: what is read if that one is damaged."""
     copies: tuple[MemoryCheckpoint, ...] = ()
     """If no member has the state: the generations and stores of the in-memory checkpoints to try
     first, the newest first. A store may have newer ones of the same generation."""
@@ -141,13 +143,15 @@ class DropMemoryCheckpoints(Body, frozen=True):
 
 
 class PublishCheckpoint(Body, frozen=True):
-    """Point `<output>/latest` at `path` (relative to output)."""
+    """Point `<output>/latest` at `path` (relative to output). When `path` was read back, the older
+    checkpoints at the paths `remove` are removed."""
 
     nodes: tuple[str, ...]
     task: int
     generation: int
     output: str
     path: str
+    remove: tuple[str, ...] = ()
 
 
 class InjectFault(Body, frozen=True):

@@ -379,6 +379,8 @@ class Reconfigured(
     origin: Origin = ""
     origin_node: str = ""
     received_from: tuple[ReceivedState, ...] = ()
+    damaged: str = ""
+    """Why newer checkpoints on disk were not read."""
 
 
 class ReconfigureFailed(RankReport, frozen=True):
@@ -391,8 +393,9 @@ class ReconfigureFailed(RankReport, frozen=True):
 class TaskProgressed(Body, frozen=True):
     """Finished iterations, reported by the first member: after Resume, then at most every second.
 
-    `losses[i]` and `step_s[i]` belong to iteration `first_iteration + i`. `digests`: of the state
-    with which an iteration began, by iteration; 16 hex digits.
+    `losses[i]` and `step_s[i]` belong to iteration `first_iteration + i`. `losses` is empty if none
+    of these losses is finite: LossNotFinite began the series. `digests`: of the state with which an
+    iteration began, by iteration; 16 hex digits.
     """
 
     task: int
@@ -405,17 +408,35 @@ class TaskProgressed(Body, frozen=True):
     micro_batches: int
     """Micro-batches in each optimizer step: always the whole global batch."""
     skipped: int = 0
-    """Iterations so far that took no step because their gradient was not finite."""
+    """Iterations so far that took no step because loss or gradient were not finite."""
     digests: dict[int, str] = field(default_factory=dict[int, str])
+
+    @property
+    def end(self) -> int:
+        """The first iteration after the reported ones."""
+        return self.first_iteration + (len(self.losses) or len(self.step_s))
 
 
 class LossNotFinite(Body, frozen=True):
-    """A NaN or infinite loss, as text, because records hold only finite floats."""
+    """The loss is NaN or infinite from `iteration` on. Up to decider version 23 there is one for
+    each such iteration; since then TaskProgressed without losses follows, until LossFiniteAgain."""
 
     task: int
     generation: int
     iteration: int
     text: str
+    """The loss, as text, because records hold only finite floats."""
+    is_saving: bool = False
+    """Whether the state with which `iteration` began is being saved, as a checkpoint."""
+
+
+class LossFiniteAgain(Body, frozen=True):
+    """The loss is finite from `iteration` on, after `num` iterations in which it was not."""
+
+    task: int
+    generation: int
+    iteration: int
+    num: int
 
 
 class MemoryCheckpointStored(RankReport, frozen=True):
@@ -446,6 +467,8 @@ class CheckpointSaved(Body, frozen=True):
     path: str
     ckpt_bytes: int
     final: bool
+    loss: str = ""
+    """The loss of its last iteration, if its state is not finite: it is not to be published."""
 
 
 class CheckpointPublished(Body, frozen=True):
@@ -627,3 +650,5 @@ class IterationsLogged(RankReport, frozen=True):
     skipped: int = 0
     """Iterations since the last report that took no step; `nan`: those with a NaN."""
     nan: int = 0
+    loss_text: str = ""
+    """The loss as printed, if it is NaN or infinite."""

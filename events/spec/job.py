@@ -115,10 +115,10 @@ class Loop(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     The script decides the rest (workers/training/adopt/adoption.py). `micro_batches` is the number
     of micro-batches of one iteration over all ranks; it never changes. `output`,
-    `checkpoint_every`, `copy_every`, `kept_sum`, `reproducible` and what belongs to it are as in
-    `train:`. `parallel`: the layouts in which the script can build its model. `model`: the GPT that
-    it builds. The throughput is then modelled, and a layout is only chosen if it fits into the
-    GPU's memory.
+    `checkpoint_every`, `checkpoint_keep`, `begin_from`, `copy_every`, `kept_sum`,
+    `skip_not_finite`, `reproducible` and what belongs to it are as in `train:`. `parallel`: the
+    layouts in which the script can build its model. `model`: the GPT that it builds. The throughput
+    is then modelled, and a layout is only chosen if it fits into the GPU's memory.
     `micro_batch`, `zero1` and `kept_sum` of the model follow from the other keys of the loop.
     """
 
@@ -126,8 +126,11 @@ class Loop(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     iterations: int
     output: str
     checkpoint_every: int = 0
+    checkpoint_keep: int | Literal["all"] = 3
+    begin_from: str = ""
     copy_every: int = 10
     kept_sum: bool = True
+    skip_not_finite: bool = False
     reproducible: Reproducible = "rounding"
     reproducible_bits: Literal[64, 32] = 64
     digest_every: int = 100
@@ -146,7 +149,7 @@ def _check_loop(loop: Loop, counts: Sequence[int], floor: int) -> None:
     need_count(loop.iterations, "loop.iterations")
     for name in ("checkpoint_every", "copy_every"):
         need_count(getattr(loop, name), f"loop.{name}", least=0)
-    _check_output(loop.output, "loop.output")
+    _check_stored(loop, "loop")
     check_sizes(loop.parallel, "loop.parallel")
     need(
         loop.parallel.optimizer != "mirrored",
@@ -273,7 +276,10 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `output` is a folder or an fsspec URL. It receives `gen-G/iter-N/` in torch's distributed
     checkpoint format, and `latest`, which is moved only to a checkpoint published in the log.
     `latest` is a link in a folder, and at a URL a small object that names the checkpoint.
-    `checkpoint_every` is in iterations; 0 writes only the final model. `copy_every` is the interval
+    `checkpoint_every` is in iterations; 0 writes only the final model. `checkpoint_keep`: how many
+    of the task's checkpoints stay; older ones are removed once a newer one is published and was
+    read back. all: every one. `begin_from`: a checkpoint, as a folder or a URL, from whose state
+    the task begins while it has none of its own. `copy_every` is the interval
     in iterations of in-memory checkpoints on two nodes; 0: never. `precision` is that of the model
     in its forward and backward passes. With bf16 and fp16, the optimizer keeps fp32 master copies,
     and gradients are summed in fp32. `loss_scale` is constant; without it there is no scale in fp32
@@ -283,6 +289,7 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     backward pass, in buckets of about `bucket_params` parameters; 0: Megatron's default, 40
     million. `kept_sum`: each rank keeps a copy of its local gradients during a reduction, 4 bytes a
     parameter; without it, a fault during a reduction redoes the iteration from its start.
+    `skip_not_finite`: an iteration whose loss is NaN or infinite takes no step.
     `reproducible` bitwise: gradients are summed exactly, in integers of `reproducible_bits`, so
     that a run through faults ends with the bits of the run without; what cannot do so trains with
     rounding, or with `required` is refused. Bitwise, replicas compare the digests of their states
@@ -302,10 +309,13 @@ class Train(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     loss: Literal["per_token", "per_micro_batch"] = "per_token"
     output: str
     checkpoint_every: int = 0
+    checkpoint_keep: int | Literal["all"] = 3
+    begin_from: str = ""
     copy_every: int = 10
     overlap: bool = False
     bucket_params: int = 0
     kept_sum: bool = True
+    skip_not_finite: bool = False
     reproducible: Reproducible = "rounding"
     reproducible_bits: Literal[64, 32] = 64
     digest_every: int = 100
@@ -619,6 +629,7 @@ def _check_train(train: Train, slots: Slots) -> None:
     need_count(train.iterations, "train.iterations")
     for name in ("checkpoint_every", "copy_every", "bucket_params"):
         need_count(getattr(train, name), f"train.{name}", least=0)
+    _check_stored(train, "train")
     need(
         train.overlap or not train.bucket_params,
         "train.bucket_params",
@@ -627,7 +638,6 @@ def _check_train(train: Train, slots: Slots) -> None:
     )
     check_reproducible(train, "train")
     need(0 <= train.seed < SEED_MAX, "train.seed", f"must be at least 0 and below {SEED_MAX}")
-    _check_output(train.output, "train.output")
     _check_loss_scale(train.precision, train.loss_scale, train.dynamic_loss_scale)
     check_parallel(train.parallel, model.num_layers, model.num_heads, overlap=train.overlap)
     check_fits(train.parallel, train.num_micro_batches, slots.counts, slots.floor, "train.parallel")
@@ -656,6 +666,15 @@ def _check_train(train: Train, slots: Slots) -> None:
     )
 
 
+def _check_stored(work: Train | Loop, path: str) -> None:
+    """Checks where checkpoints are written, and which one is read."""
+    _check_output(work.output, f"{path}.output")
+    if work.begin_from:
+        _check_output(work.begin_from, f"{path}.begin_from")
+    if work.checkpoint_keep != "all":
+        need_count(work.checkpoint_keep, f"{path}.checkpoint_keep")
+
+
 def check_reproducible(work: Train | Loop, path: str) -> None:
     """Raises SpecError if the layouts or the bits do not fit `reproducible`."""
     is_exact = work.reproducible != "rounding"
@@ -665,6 +684,12 @@ def check_reproducible(work: Train | Loop, path: str) -> None:
         f"{work.reproducible} keeps the tensor-parallel size, but {path}.parallel.tensor names "
         f"{len(work.parallel.tensor)} sizes: another size computes other bits",
         "name one size there, or leave reproducible out",
+    )
+    need(
+        not (is_exact and work.skip_not_finite),
+        f"{path}.skip_not_finite",
+        f"with reproducible: {work.reproducible} a gradient that is not finite ends the task",
+        "write reproducible: rounding, or leave it out",
     )
     need_count(work.digest_every, f"{path}.digest_every", least=0)
     for name, default in (("reproducible_bits", 64), ("digest_every", 100)):
@@ -682,8 +707,10 @@ def _check_writable(spec: JobSpec) -> None:
     if spec.train is not None:
         texts += [(f"train.data[{index}]", text) for index, text in enumerate(spec.train.data)]
         texts.append(("train.output", spec.train.output))
+        texts.append(("train.begin_from", spec.train.begin_from))
     if spec.loop is not None:
         texts.append(("loop.output", spec.loop.output))
+        texts.append(("loop.begin_from", spec.loop.begin_from))
     texts.append(("folder", spec.folder))
     for path, text in texts:
         is_whole = not any("\ud800" <= char <= "\udfff" for char in text)

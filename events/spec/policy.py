@@ -39,6 +39,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "restart_iterations": (1, _NUM_MAX),
     "restart_pause_s_max": (0, 1e6),
     "passing_s_max": (0, 1e9),
+    "loss_iterations": (1, _NUM_MAX),
     "replace_after_s": (0, 1e9),
     "mtbf_gpu_s": _SPAN,
     "mtbf_faults": (0, 1e9),
@@ -109,6 +110,15 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     passing_s_max: float = 900.0
     """How long a task that cannot go on is started again for faults that may pass by themselves: of
     the network, of storage or of names. Other faults have `restarts_max`."""
+    loss_iterations: int = 3
+    """A loss that is NaN or infinite in so many iterations in a row needs a person; one outside its
+    band in so many is a spike."""
+    on_loss_not_finite: Literal["tell", "stop"] = "tell"
+    """What happens after `loss_iterations` whose loss is NaN or infinite. `stop`: the task fails,
+    once its last finite state is published."""
+    on_loss_spike: Literal["tell", "stop"] = "tell"
+    """The same for a spike: `loss_iterations` losses more than five deviations above the median of
+    the last 64."""
     replace_after_s: float = 60.0
     """A task whose nodes are all unreachable for this long is moved to other nodes."""
     mtbf_gpu_s: float = 2_000.0 * 3600

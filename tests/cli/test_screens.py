@@ -565,7 +565,7 @@ def test_skipped_steps_are_shown(d: Driver, task: int) -> None:
     told = past_screens.task_status(
         view(d.state), view(d.state)["tasks"][0], history(d.log), now_s=d.now_s
     )
-    assert "skipped    8 of 10 steps: the gradient was not finite" in told
+    assert "skipped    8 of 10 steps: loss or gradient were not finite" in told
 
 
 def test_origins_are_shown_so_that_units_do_not_mix() -> None:

@@ -38,7 +38,7 @@ def test_a_damaged_checkpoint_ends_the_task_with_its_reason(three: Any, tmp_path
     ended = cluster.wait_ended(task)
     assert ended["state"] == "failed"
     assert f"the checkpoint is damaged: its file {file.name} is cut" in ended["why"], ended["why"]
-    assert ended["why"].endswith("output, and it begins at iteration 0)"), ended["why"]
+    assert ended["why"].endswith("names, else at iteration 0)"), ended["why"]
     opened = cluster.told(0, "IncidentOpened", task=task)[-1]
     status = [opened, *cluster.told(opened.seq, "IncidentEscalated", of=opened.seq)][-1].body.status
     assert status == "wrong input"

@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
 import rank_trace
 from transitions import Transition, transitions
@@ -27,6 +27,7 @@ from unicron.cli.terminal import console
 from unicron.cli.terminal.format import Plain, ms, span
 from unicron.control_plane.history.history import History
 from unicron.events.errors import UnicronError, UsageError
+from unicron.events.file_lock import FileLock
 from unicron.events.log.embedded_server import start_time
 from unicron.events.records.codec import from_plain
 from unicron.events.spec.policy import Policy
@@ -141,7 +142,7 @@ class Stage:
                 policy=str(self._policy),
             ),
         )
-        self._lock: IO[str] | None = None
+        self._lock: FileLock | None = None
         self._client: Client | None = None
         self._said_s = 0.0
 
@@ -157,7 +158,7 @@ class Stage:
             if left := local_cluster.stop_all(self.state):
                 self.say("tidy", f"stopped what an earlier demo left: {', '.join(left)}")
             shutil.rmtree(path)
-            lock.close()
+            lock.release()
         self.state.create()
         rank_trace.install(self.trace.folder)
         self._lock = self.state.lock()
@@ -200,7 +201,7 @@ class Stage:
         if not keep:
             local_cluster.stop_all(self.state)
         if self._lock is not None:
-            self._lock.close()
+            self._lock.release()
 
     def restart_control_plane(self) -> Process:
         """Restart the control plane, and wait until it leads."""

@@ -76,12 +76,13 @@ class ExactMember:
         return {name: param.main_grad.view(-1).tolist() for name, param in self.parameters.items()}
 
     def step(self, barrier: ExactBarrier, num_tokens: int) -> None:
-        assert optimizer_step.step(
+        norm = optimizer_step.step(
             self.trainee,
             num_tokens,
             lambda event: None,
             norm_square=norm_square_of(barrier.limbs),
         )
+        assert norm is not None
         self._reduction.stepped()
 
 

@@ -153,6 +153,7 @@ def drive_loop(
     copy_every: int = 0,
     reproducible: str = "rounding",
     reproducible_bits: int = 64,
+    skip_not_finite: bool = False,
     **parallel: Any,
 ) -> Driver:
     """A driver whose ranks run the example, or `script`, with these arguments."""
@@ -180,6 +181,7 @@ def drive_loop(
                 "copy_every": copy_every,
                 "reproducible": reproducible,
                 "reproducible_bits": reproducible_bits,
+                "skip_not_finite": skip_not_finite,
                 "output": str(folder / "out"),
             },
         }

@@ -24,6 +24,7 @@ from unicron.workers.training.model import cpu_device
 with cpu_device.uncompiled():
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from unicron.workers.host import checkpoint_index
     from unicron.workers.training.checkpoint import share_files
     from unicron.workers.training.checkpoint.folder import Folder
     from unicron.workers.training.checkpoint.megatron_format import MegatronFormat
@@ -134,7 +135,9 @@ def save_as_unicron(place: int, train: Train, layout: Layout, folder: str) -> No
     share_files.write_share(target, place, ITERATION, taken.read(), content.values)
     dist.barrier()
     if place == 0:
-        indexes = [share_files.read_index(target.read(target.index_name(each))) for each in saving]
+        indexes = [
+            checkpoint_index.read_index(target.read(target.index_name(each))) for each in saving
+        ]
         size = share_files.complete(
             target, [one for one in indexes if one is not None], content.common
         )

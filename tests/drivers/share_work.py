@@ -11,6 +11,7 @@ from reshard_work import LIMIT_S, Layout, _step
 from unicron.events.errors import UsageError
 from unicron.events.spec.job import Train
 from unicron.events.spec.parallelism import Parallel, num_positions
+from unicron.workers.host import checkpoint_index
 from unicron.workers.training.model import cpu_device
 
 with cpu_device.uncompiled():
@@ -73,7 +74,9 @@ def save(place: int, train: Train, layout: Layout, folder: str, lost: Collection
         share_files.write_share(target, place, 1, taken.read(), values)
     dist.barrier()
     if place == saving[0]:
-        indexes = [share_files.read_index(target.read(target.index_name(each))) for each in saving]
+        indexes = [
+            checkpoint_index.read_index(target.read(target.index_name(each))) for each in saving
+        ]
         share_files.complete(
             target, [index for index in indexes if index is not None], model=trainee.description
         )

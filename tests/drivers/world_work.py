@@ -172,7 +172,9 @@ def trained(
         if not trainee.is_gathered:
             optimizer_step.gather(trainee)
         losses.append(told[0].item() / divisor)
-        norms.append(math.sqrt(gate[0].item()) / divisor / scale if stepped else SKIPPED)
+        norms.append(
+            math.sqrt(gate[0].item()) / divisor / scale if stepped is not None else SKIPPED
+        )
     end = {
         name: tensor.detach().float().numpy()
         for name, tensor in training_state.tensors(trainee).items()

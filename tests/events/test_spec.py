@@ -164,6 +164,8 @@ REFUSED: list[tuple[Any, str]] = [
     (train(reproducible="exact"), "train.reproducible"),
     (train(reproducible="bitwise", parallel={"tensor": [1, 2]}), "train.reproducible"),
     (train(reproducible_bits=32), "train.reproducible_bits"),
+    (train(skip_not_finite=1), "train.skip_not_finite"),
+    (train(reproducible="bitwise", skip_not_finite=True), "train.skip_not_finite"),
     (train(digest_every=10), "train.digest_every"),
     *((train(seed=value), "train.seed") for value in (-1, 2**53, 10**30)),
     *(

@@ -11,6 +11,7 @@ import structlog
 
 from ...events.errors import Ambiguous, Unavailable
 from ...events.log.redis_streams import RedisLog
+from ...events.process_identity import boot_id
 from ...events.records.order_format import ORDER_FORMAT_VERSION
 from ...events.records.reports import (
     AGENT_STOPS,
@@ -132,7 +133,7 @@ class Agent:
                     keeper=store.endpoint,
                     labels=node.labels,
                     copies_bytes_max=store.bytes_max,
-                    boot_id=linux.boot_id(),
+                    boot_id=boot_id(),
                     order_format=ORDER_FORMAT_VERSION,
                 )
             )

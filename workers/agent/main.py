@@ -1,7 +1,6 @@
 """Runs the agent process: lock, join, signals, exit code."""
 
 import asyncio
-import fcntl
 import os
 import signal
 import sys
@@ -19,6 +18,7 @@ from unicron import __version__
 
 from ...events import tls
 from ...events.errors import LogError, UsageError
+from ...events.file_lock import FileLock, Held
 from ...events.log.identity import Keys, only_key, store_secret, with_credentials
 from ...events.log.redis_streams import RedisLog
 from ...events.process_io import LogStream
@@ -57,37 +57,31 @@ class LockFile:
     def __init__(self, state_dir: Path, node: str) -> None:
         self._folder = state_dir / "agents"
         self._node = node
-        self._lock = -1
+        self._lock = FileLock(self._folder / f"{node}.lock")
 
     def take(self) -> None:
         """Lock. Raises UsageError if another agent holds the lock, also a stopped one."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(
-            self._folder / f"{self._node}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-        )
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            self._lock = -1
+            self._lock.acquire()
+        except Held as held:
+            by = f": {held.holder}" if held.holder else ""
             raise UsageError(
-                f"an agent for node {self._node} already runs on {self._folder}",
-                "give another --node or --state",
+                f"an agent for node {self._node} already runs on {self._folder}{by}",
+                held.hint or "give another --node or --state",
             ) from None
 
     def next_incarnation(self, now_s: float, former: int = 0) -> int:
         """The incarnation of this agent: `former` if it continues that one, else `now_s` in ms,
         above all earlier ones also if the clock was set back."""
-        last = os.pread(self._lock, 32, 0).strip()
+        last = os.pread(self._lock.fd, 32, 0).strip()
         incarnation = former or max(int(now_s * 1000), int(last) + 1 if last.isdigit() else 0)
-        os.pwrite(self._lock, b"%d\n" % incarnation, 0)
+        os.pwrite(self._lock.fd, b"%d\n" % incarnation, 0)
         return incarnation
 
     def release(self) -> None:
         """Release the lock. A second call does nothing."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._lock.release()
 
 
 CONNECT_S_MAX = 60.0
@@ -261,7 +255,7 @@ async def _run(
                     rejoin=partial(_rejoin, options, incarnation, identity, joined, log),
                     drain_s_max=options.drain_s_max,
                     restart=lambda: (
-                        partial(_execute_again, secrets) if signals.is_restart else None
+                        partial(_execute_again, lock, secrets) if signals.is_restart else None
                     ),
                 ).run(stop)
             finally:
@@ -308,6 +302,7 @@ def _node(
         name=options.node,
         incarnation=incarnation,
         cluster=joined.cluster,
+        cluster_id=joined.cluster_id,
         host=options.host,
         num_slots=options.num_slots,
         state_dir=options.state_dir.absolute(),
@@ -391,9 +386,10 @@ async def _rejoin(
         _log.info("the log has moved", cluster=now.cluster)
 
 
-def _execute_again(secrets: Mapping[str, str]) -> NoReturn:
+def _execute_again(lock: LockFile, secrets: Mapping[str, str]) -> NoReturn:
     """Replace this process by a new agent, with the same pid, arguments and environment. To the
-    shim and to the kernel's lock that is the end of the agent."""
+    shim that is the end of the agent."""
+    lock.release()
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **secrets})
 
 

@@ -84,7 +84,7 @@ class OrderExecutor:
         self._loop = asyncio.get_running_loop()
         self._slots = [asyncio.Lock() for _ in range(node.num_slots)]
         self._ranks: dict[tuple[int, int, int], RankAttempt] = {}
-        self._publisher = Publisher(node.cluster, node.run_as)
+        self._publisher = Publisher(node.cluster, node.run_as, node.cluster_id)
         self._exit_reporter = ExitReporter(killed)
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
@@ -262,6 +262,7 @@ class OrderExecutor:
     async def stop_all(self, grace_s: float = STOP_GRACE_S) -> None:
         """Stop every rank. Return when ranks and publications have ended, or after the limit."""
         self._stopping = True
+        self._publisher.stop()
         for rank in list(self._ranks.values()):
             self._continue(rank)  # a stopped process would not handle SIGTERM
             self._stop(rank, grace_s)
@@ -274,6 +275,7 @@ class OrderExecutor:
         for rank in self._ranks.values():
             if rank.process is not None:
                 rank.process.signal_group(signal.SIGKILL)
+        self._publisher.stop()
         for task in self._tasks:
             task.cancel()
 
@@ -593,3 +595,5 @@ class OrderExecutor:
                 reports.CheckpointPublished(task=order.task, order=record.seq, path=order.path),
                 None,
             )
+            if order.remove:
+                self._publisher.begin_removal(order, self._group)

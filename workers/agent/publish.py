@@ -7,7 +7,6 @@ checkpoint is published.
 """
 
 import asyncio
-import fcntl
 import json
 import os
 import subprocess
@@ -17,21 +16,29 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 import msgspec
+import structlog
 from msgspec import Struct
 
 from ...events import object_storage
+from ...events.detached_thread import aside
 from ...events.errors import UnicronError, UsageError
+from ...events.file_lock import FileLock
 from ...events.records.envelope import Record
 from ...events.records.orders import PublishCheckpoint
 from ...events.spec.job import is_url
+from ..host import output_owner
+from ..host.output_owner import Owner
 from ..host.rank_user import RankUser
+from .removal import NotRemoved, remove_old
 
 PUBLISH_S_MAX = 60.0
 SAID_BYTES_MAX = 1_000
 _DONE = "done"
 _LATEST = "latest"
-_NOTE = ".published.json"
+_NOTE = output_owner.PUBLISHED_FILE
 _LOCK = ".published.lock"
+
+_log = structlog.get_logger("agent")
 
 
 class PublishRefused(UnicronError):
@@ -45,10 +52,12 @@ class Superseded(PublishRefused):
 class Publisher:
     """Publishes the checkpoints that orders name, one at a time, as the user of the ranks."""
 
-    def __init__(self, cluster: str, user: RankUser | None = None) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: str, user: RankUser | None = None, cluster_id: str = "") -> None:
+        self._cluster, self._cluster_id = cluster, cluster_id
+        self._user = user
         self._publish = partial(_publish_as, user) if user else publish
-        self._publishing = asyncio.Lock()
+        self._publishing, self._removing = asyncio.Lock(), asyncio.Lock()
+        self._removals: set[asyncio.Task[None]] = set()
 
     async def publish(self, order: PublishCheckpoint, record: Record) -> None:
         """Run `publish` in a thread, in call order. Raises PublishRefused, Superseded."""
@@ -58,6 +67,7 @@ class Publisher:
                     await asyncio.to_thread(
                         self._publish,
                         cluster=self._cluster,
+                        cluster_id=self._cluster_id,
                         order=record.seq,
                         at_s=record.at_s,
                         task=order.task,
@@ -67,6 +77,34 @@ class Publisher:
                     )
             except (OSError, subprocess.TimeoutExpired) as error:  # also TimeoutError
                 raise PublishRefused(str(error) or "no answer from disk") from None
+
+    def begin_removal(self, order: PublishCheckpoint, group: asyncio.TaskGroup) -> None:
+        """Remove the order's old checkpoints beside all else: that takes as long as to read a
+        checkpoint. What stays, and why, is in the log of the agent."""
+        removal = group.create_task(self._remove_old(order), name=f"removal of task {order.task}")
+        self._removals.add(removal)
+        removal.add_done_callback(self._removals.discard)
+
+    def stop(self) -> None:
+        """Wait for no removal: a later order names what is left."""
+        for removal in self._removals:
+            removal.cancel()
+
+    async def _remove_old(self, order: PublishCheckpoint) -> None:
+        owner = Owner(
+            cluster=self._cluster, cluster_id=self._cluster_id, task=order.task, output=order.output
+        )
+        remove = partial(_remove_as, self._user) if self._user else remove_old
+        call = partial(remove, output=order.output, path=order.path, old=order.remove, owner=owner)
+        async with self._removing:
+            try:
+                removed = await aside(call)
+            except (UnicronError, OSError) as error:
+                why = object_storage.reason(error)
+                _log.warning("old checkpoints stay", task=order.task, why=why)
+            else:
+                if removed:
+                    _log.info("old checkpoints removed", task=order.task, removed=removed)
 
 
 class _Note(Struct, frozen=True, kw_only=True):
@@ -83,12 +121,20 @@ class _Note(Struct, frozen=True, kw_only=True):
 
 
 def publish(
-    *, cluster: str, order: int, at_s: float, task: int, generation: int, output: str, path: str
+    *,
+    cluster: str,
+    order: int,
+    at_s: float,
+    task: int,
+    generation: int,
+    output: str,
+    path: str,
+    cluster_id: str = "",
 ) -> None:
     """Point `<output>/latest` at `path`, which is relative to `output`. In a folder this is one
-    compare-and-set under a lock file. An order older than the last executed one is refused; a
-    repeated one does no harm. Blocks on the disk: call it in a thread. Raises PublishRefused,
-    Superseded, OSError."""
+    compare-and-set under a lock file. An order older than the last executed one is refused, as one
+    of a task that is not the folder's owner; a repeated one does no harm. Blocks on the disk: call
+    it in a thread. Raises PublishRefused, Superseded, OSError."""
     relative = PurePosixPath(path)
     if relative.is_absolute() or ".." in relative.parts or not relative.parts:
         raise PublishRefused(f"{path!r} is not a path inside the output folder")
@@ -101,23 +147,40 @@ def publish(
     folder = Path(output)
     if not (folder / relative).is_dir():
         raise PublishRefused(f"{folder / relative} does not exist")
-    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    publisher = Owner(cluster=cluster, cluster_id=cluster_id, task=task, output=output)
+    with FileLock(folder / _LOCK, 0o644).acquire(waits=True) as lock:
         store = object_storage.PathStore(folder)
+        output_owner.check(folder, publisher)
         _refuse_older(note, _decode(store.read(_NOTE)))
+        lock.check()
         _move_link(folder, relative)
         store.write(_NOTE, msgspec.json.encode(note))  # with the link, as the folder is synced
-    finally:
-        os.close(lock)
 
 
 def _publish_as(user: RankUser, **what: object) -> None:
-    """`publish` in a process of the user, who may lay links in the folder: with rights of the
-    agent they would be followed. What the process prints is the user's word."""
+    kind, why = _run_as(user, "publish", what, PUBLISH_S_MAX)
+    if kind != _DONE:
+        raise (Superseded if kind == Superseded.__name__ else PublishRefused)(
+            why or f"no answer as {user.name}"
+        )
+
+
+def _remove_as(user: RankUser, **what: object) -> list[str]:
+    kind, why = _run_as(user, "remove", what, None)
+    if kind != _DONE:
+        raise NotRemoved(why or f"no answer as {user.name}")
+    return why.split()
+
+
+def _run_as(
+    user: RankUser, call: str, what: dict[str, object], s_max: float | None
+) -> tuple[str, str]:
+    """Run a call in a process of the user, who may lay links in the folder: with rights of the
+    agent they would be followed. Returns what the process prints, which is the user's word: how it
+    went, and why."""
     with tempfile.TemporaryFile() as said:
         subprocess.run(
-            [sys.executable, "-P", "-m", __name__, json.dumps(what)],
+            [sys.executable, "-P", "-m", __name__, call, msgspec.json.encode(what)],
             cwd="/",
             env={**os.environ, "HOME": user.home},
             user=user.uid,
@@ -127,14 +190,11 @@ def _publish_as(user: RankUser, **what: object) -> None:
             stdout=said,
             stderr=subprocess.DEVNULL,
             check=False,
-            timeout=PUBLISH_S_MAX,
+            timeout=s_max,
         )
         said.seek(0)
         kind, _, why = said.read(SAID_BYTES_MAX).decode(errors="replace").partition(" ")
-    if kind != _DONE:
-        raise (Superseded if kind == Superseded.__name__ else PublishRefused)(
-            why or f"no answer as {user.name}"
-        )
+    return kind, why
 
 
 def _publish_url(output: str, note: _Note) -> None:
@@ -175,7 +235,12 @@ def _decode(data: bytes | None) -> _Note | None:
 
 if __name__ == "__main__":
     try:
-        publish(**json.loads(sys.argv[1]))
-        sys.stdout.write(_DONE)
-    except (PublishRefused, OSError) as error:
+        what = json.loads(sys.argv[2])
+        if sys.argv[1] == "publish":
+            publish(**what)
+            sys.stdout.write(_DONE)
+        else:
+            owner = msgspec.convert(what.pop("owner"), Owner)
+            sys.stdout.write(" ".join([_DONE, *remove_old(**what, owner=owner)]))
+    except (UnicronError, OSError) as error:
         sys.stdout.write(f"{type(error).__name__} {error}")

@@ -45,14 +45,6 @@ def prefer_oom_kill() -> None:
     Path("/proc/self/oom_score_adj").write_text(str(_OOM_FIRST_NUM), encoding="ascii")
 
 
-def boot_id() -> str:
-    """The kernel's id of this boot; "" if /proc has none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-
-
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent ends, so that they can be reaped."""
     if _libc.prctl(_SUBREAPER_CODE, 1, 0, 0, 0) != 0:

@@ -16,6 +16,8 @@ from ...events.records.orders import Quiesce, Reconfigure, Resume, StartRank
 from ...events.spec.job import Train, is_url
 from ...events.spec.model import Axes
 from ...events.spec.parallelism import coordinates, layout_in_words, num_positions, replica
+from ..host import output_owner
+from ..host.output_owner import Owner
 from ..ipc.progress_page import OUTSIDE_CODE, ProgressWriter
 from .checkpoint import checkpoint, memory_checkpoint
 from .checkpoint.memory_checkpoint import StoreOrder
@@ -32,7 +34,7 @@ from .process.trace import Event, trace_of
 from .recovery.settlement import MemberAssignment, settle
 from .recovery.state_sources import NO_STATE, Claim, other_versions
 from .state_recovery import StateRecovery, with_shards
-from .step.gradient_reduction import Outcome, is_cuda_error
+from .step.gradient_reduction import Outcome, Stats, is_cuda_error
 from .step.iteration import Iteration
 
 PROGRESS_S = 1.0
@@ -93,11 +95,11 @@ class Member:
         device = cpu_device.prepare_device()
         self.communicators = Communicators(environment.get("UNICRON_HOST", "127.0.0.1"), device)
         self.communicators.on_groups = work.on_groups
+        has_url = is_url(self.train.output) or is_url(self.train.begin_from)
         self.exclude_new_sockets = (
-            self.communicators.exclude_new_sockets if is_url(self.train.output) else nullcontext
+            self.communicators.exclude_new_sockets if has_url else nullcontext
         )
-        with self.exclude_new_sockets():
-            checkpoint.check_output(self.train.output)
+        owner = self._own_output(environment)
         words = work.load()
         axes, place = expected_position(start, self.train)
         # A restarted rank usually receives its state from peers, so it draws no weights.
@@ -111,7 +113,8 @@ class Member:
             roots += trainee.roots
         self.history = History()
         self.iteration = Iteration(
-            trainee, control, self.communicators, words, self.trace, pulse, self.history
+            *(trainee, control, self.communicators, words, self.trace, pulse, self.history),
+            keep_last=self._keep_last,
         )
         self.recovery = StateRecovery(
             start,
@@ -134,7 +137,7 @@ class Member:
         self.savers = [
             Saver(form, exclude_new_sockets=self.exclude_new_sockets, note=self.trace.note)
             for form in (
-                OwnFormat(self.train.output, self.train.checkpoint_every, start.task, control.tell),
+                OwnFormat(self.train.checkpoint_every, owner, control.tell),
                 *work.exports,
             )
         ]
@@ -148,11 +151,28 @@ class Member:
         """The step version from which the current generation trains."""
         self.resume_iteration: Callable[[], None] | None = None
         """Resumes the iteration once all members have their parts of the model."""
-        self.reported_to = 0
-        self.reported_s = 0.0
+        self.reported_to, self.reported_s = 0, 0.0
         # The objects built so far stay. If they are not frozen, a collection takes 100 to 500 ms.
         gc.collect()
         gc.freeze()
+
+    def _own_output(self, environment: Mapping[str, str]) -> Owner:
+        """Try the output, and become its owner. Raises UsageError."""
+        start, output = self.start, self.train.output
+        owner = output_owner.of_rank(environment, start.task, start.spec.name, output)
+        with self.exclude_new_sockets():
+            checkpoint.check_output(
+                output, f"{'train' if start.spec.train else 'loop'}.output", owner
+            )
+        return owner
+
+    def _warn_of_room(self) -> None:
+        """Before the first iteration: say that the checkpoints may not fit."""
+        start, training = self.start, self.start.spec.training
+        if training is not None and start.rank == 0 and start.attempt == 1 and not start.checkpoint:
+            checkpoint.warn_of_room(
+                self.train.output, training.checkpoint_keep, self.size.state_bytes
+            )
 
     @property
     def step_version(self) -> int:
@@ -171,6 +191,7 @@ class Member:
         """Report RankReady, then carry out orders until all iterations are done. Yields None when a
         generation starts to train, and each iteration that all members have stepped. Then
         `run_collectively` may be called."""
+        self._warn_of_room()
         self.control.tell(
             reports.RankReady(
                 **self._ids,
@@ -294,6 +315,7 @@ class Member:
             origin=recovered.origin,
             origin_node=recovered.node,
             received_from=recovered.taken,
+            damaged=recovered.damaged if place == 0 else "",
         )
 
     def _check_versions(self, claims: Sequence[Claim], order: Reconfigure, place: int) -> None:
@@ -363,21 +385,22 @@ class Member:
         return False
 
     def _take_due_checkpoints(self, at: int) -> None:
-        """Take the checkpoints that are due after iteration `at - 1`."""
-        memory_due = self._is_due(at, self.train.copy_every)
-        if memory_due and self.iteration.may_copy and not self.is_standby:
-            self.copier.begin(
-                partial(
-                    memory_checkpoint.content_of, self.trainee, self.step_version, self.history
-                ),
-                self.step_version,
-                self.generation,
-                self._current_stores(),
-                is_whole=self.iteration.is_copied,
-            )
-        due = [saver for saver in self.savers if self._is_due(at, saver.every)]
+        """Take the checkpoints that are due after iteration `at - 1`: none of a state that is NaN
+        or infinite, so the last one stays that is not."""
         for saver in self.savers:
             saver.hear(self.iteration.num_others_saving)
+        if self.history.spoilt_by and not self.is_standby:
+            if self.history.is_finite(at - 2):
+                log.warning(
+                    "no checkpoint is taken until the loss is finite again",
+                    iteration=at,
+                    loss=self.history.spoilt_by,
+                )
+            return
+        memory_due = self._is_due(at, self.train.copy_every)
+        if memory_due and self.iteration.may_copy and not self.is_standby:
+            self._copy(is_whole=self.iteration.is_copied)
+        due = [saver for saver in self.savers if self._is_due(at, saver.every)]
         if due and self.iteration.num_saving and self.communicators.place == 0:
             log.warning(
                 "checkpoint skipped: the last one is still being written",
@@ -387,6 +410,26 @@ class Member:
         elif due and not self.iteration.num_saving and not self.is_standby:
             for saver in due:
                 saver.begin(self.trainee, self.history, self._checkpoint(self._all_positions()))
+
+    def _copy(self, *, is_whole: bool) -> None:
+        """Begin to store this member's share in memory; `is_whole` as in MemorySaver.begin."""
+        self.copier.begin(
+            partial(memory_checkpoint.content_of, self.trainee, self.step_version, self.history),
+            self.step_version,
+            self.generation,
+            self._current_stores(),
+            is_whole=is_whole,
+        )
+
+    def _keep_last(self, stats: Stats) -> None:
+        """The step that follows makes the state NaN or infinite: store and save the present one, if
+        no member still does so with an earlier one, unless that was due for it anyway."""
+        at, saver = self.step_version, self.savers[0]
+        if self.train.copy_every and not stats.num_sending and at % self.train.copy_every:
+            self._copy(is_whole=not stats.num_unstored)
+        if not stats.num_saving and (not saver.every or at % saver.every):
+            saver.begin(self.trainee, self.history, self._checkpoint(self._all_positions()))
+            self.history.saved_at = at
 
     def run_collectively(self, call: Callable[[], None]) -> bool:
         """Run a collective of all members between two steps. Returns False if it failed: `steps`
@@ -482,7 +525,8 @@ class Member:
         return tuple(range(num_positions(self.axes)))
 
     def _checkpoint(self, saving: tuple[int, ...]) -> Save:
-        return Save(self.generation, self.step_version, saving, self.rendezvous)
+        loss = self.history.spoilt_by
+        return Save(self.generation, self.step_version, saving, self.rendezvous, loss)
 
     def _save(self, saving: tuple[int, ...], *, final: bool) -> None:
         """Save before returning, in Unicron's own format alone if the member is preempted. The
@@ -547,14 +591,15 @@ class Member:
         if index >= len(saving) or self.step_version == NO_STATE:
             return
         if saving[index] == self.trainee.place and can_save(self.trainee, saving):
-            self.copier.copy_now(
-                self.trainee,
-                self.step_version,
-                self.history,
-                self.generation,
-                self._current_stores(),
-                saving,
-            )
+            if not self.history.spoilt_by:
+                self.copier.copy_now(
+                    self.trainee,
+                    self.step_version,
+                    self.history,
+                    self.generation,
+                    self._current_stores(),
+                    saving,
+                )
             self._save(saving, final=False)
         else:
             log.warning(

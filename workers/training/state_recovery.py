@@ -6,8 +6,10 @@ part of an in-memory checkpoint or of the checkpoint on disk, or begins from the
 """
 
 import gc
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import NamedTuple
 
 import megatron.core
@@ -27,7 +29,7 @@ from .checkpoint.memory_restore import Fetched, Stores
 from .communicators.communicators import Communicators
 from .model import training_state
 from .model.trainee import TrainingModel
-from .model.workload import BuildPart, Workload
+from .model.workload import Beginning, BuildPart, Workload
 from .process.trace import Event
 from .recovery import state_shards
 from .recovery.peers import World
@@ -39,6 +41,10 @@ from .recovery.state_sources import NO_STATE, WHOLE, Claim, HeldState
 from .step.iteration import Iteration, held_by
 
 VERSIONS = f"torch {torch.__version__}, megatron-core {megatron.core.__version__}"
+DAMAGED_CHARS_MAX = 1_000
+AGAIN_S = 1.0
+"""After this pause a damaged checkpoint is read again: another client of a network file system may
+see a file late."""
 log = structlog.get_logger()
 
 
@@ -51,9 +57,23 @@ class Recovered(NamedTuple):
     received_bytes: int
     source: int
     taken: tuple[ReceivedState, ...] = ()
+    damaged: str = ""
+    """Why newer checkpoints were not read."""
 
 
 SEED = Recovered(0, "seed", "", 0, NO_STATE)
+
+
+def _beginning_of(start: StartRank, work: Workload) -> Beginning | None:
+    """Where training begins, if not at the initial weights. Raises UsageError."""
+    training = start.spec.training
+    folder = training.begin_from if training is not None else ""
+    if folder and work.beginning is not None:
+        raise UsageError(
+            f"the job begins from {folder}, and its program from a checkpoint of its own",
+            "leave begin_from or --load out",
+        )
+    return checkpoint.StoredBeginning(folder) if folder else work.beginning
 
 
 class StateRecovery:
@@ -72,6 +92,7 @@ class StateRecovery:
         note: Callable[[Event], None],
     ) -> None:
         self._start, self._work, self._train = start, work, work.train
+        self._beginning = _beginning_of(start, work)
         self._communicators, self._iteration = communicators, iteration
         self._store_keys, self._sparing, self._note = store_keys, sparing, note
         self._staged: TrainingModel | None = None
@@ -348,7 +369,7 @@ class StateRecovery:
     def _newest_stored(self, *, is_needed: bool) -> int:
         """A collective: the step version of the workload's stored state, as the first member sees
         it; 0 if there is none, or if it cannot be read and is not needed. Raises as `_together`."""
-        beginning = self._work.beginning
+        beginning = self._beginning
         if beginning is None:
             return 0
 
@@ -390,39 +411,74 @@ class StateRecovery:
         has_place: bool,
     ) -> Recovered:
         """Read the newest state: a checkpoint, in memory or not, or the workload's `stored` one."""
-        history = self._iteration.history
         if order.copies:
             restored = self._restore_from_memory(order, trainee, place, stored, has_place=has_place)
             if restored is not None:
                 return restored
             stored = self._newest_stored(is_needed=True)
-        has_checkpoint = bool(order.checkpoint) and (
-            checkpoint.step_version_of(order.checkpoint) >= stored
-        )
-        if not has_checkpoint and not stored:
+        damaged = ""
+        if order.checkpoint and checkpoint.step_version_of(order.checkpoint) >= stored:
+            read_state, damaged = self._restore_from_disk(
+                order, trainee, stored, has_place=has_place
+            )
+            if read_state is not None:
+                return read_state
+            if not stored:
+                raise UsageError(damaged, checkpoint.FROM_ANOTHER)
+        if not stored:
             return SEED
 
         def read() -> bytes:
+            if has_place:
+                assert self._beginning is not None
+                self._is_overwritten = True
+                with self._sparing():
+                    self._beginning.read(trainee, stored, self._iteration.history)
+            return b""
+
+        self._together(read)
+        return _from_disk(trainee, stored, damaged, has_place=has_place)
+
+    def _restore_from_disk(
+        self, order: Reconfigure, trainee: TrainingModel, stored: int, *, has_place: bool
+    ) -> tuple[Recovered | None, str]:
+        """A collective: read the order's checkpoint. If it is damaged, also for a second look, the
+        one before, from step version `stored` on. Returns what was recovered, or None, and why
+        newer ones were not read. Raises RuntimeError, UsageError."""
+
+        def read(path: str) -> bytes:
             if not has_place:
                 return b""
             self._is_overwritten = True
-            beginning = self._work.beginning
-            if not has_checkpoint and beginning is not None:
-                beginning.read(trainee, stored, history)
-                return str(stored).encode()
-            folder = checkpoint.folder_of(self._train.output, order.checkpoint)
-            with self._sparing():
-                return str(checkpoint.load(folder, trainee, history)).encode()
+            folder = checkpoint.folder_of(self._train.output, path)
+            try:
+                with self._sparing():
+                    version = checkpoint.load(folder, trainee, self._iteration.history)
+            except checkpoint.DamagedCheckpoint as error:
+                return b"!" + str(error).encode()
+            return str(version).encode()
 
-        found = {int(each) for each in self._together(read) if each}
-        if len(found) > 1:
-            raise RuntimeError(
-                f"some members read the checkpoint of step {min(found)}, others "
-                f"that of step {max(found)}: they do not see the same "
-                f"{order.checkpoint}"
-            )
-        read_bytes = sum(tensor.nbytes for tensor in trainee.shards.values()) if has_place else 0
-        return Recovered(found.pop(), "checkpoint", "", read_bytes, NO_STATE)
+        whys: dict[str, str] = {}
+        for path in (order.checkpoint, order.checkpoint, *order.earlier):
+            if checkpoint.step_version_of(path) < stored:
+                continue
+            answers = [each for each in self._together(partial(read, path)) if each]
+            bad = [each[1:].decode() for each in answers if each.startswith(b"!")]
+            if not bad:
+                versions = {int(each) for each in answers}
+                if len(versions) > 1:
+                    raise RuntimeError(
+                        f"some members read the checkpoint of step {min(versions)}, others "
+                        f"that of step {max(versions)}: they do not see the same {path}"
+                    )
+                whys.pop(path, None)
+                why = "; ".join(whys.values())
+                return _from_disk(trainee, versions.pop(), why, has_place=has_place), why
+            if path not in whys:
+                log.warning("a checkpoint cannot be used", why=bad[0])
+                time.sleep(AGAIN_S)
+            whys[path] = bad[0]
+        return None, next(iter(whys.values()))
 
     def _restore_from_memory(
         self,
@@ -496,3 +552,12 @@ def with_shards(trainee: TrainingModel) -> TrainingModel:
     if trainee.shards is None:
         trainee.shards = state_shards.list_shards(trainee)
     return trainee
+
+
+def _from_disk(
+    trainee: TrainingModel, step_version: int, damaged: str, *, has_place: bool
+) -> Recovered:
+    read_bytes = sum(tensor.nbytes for tensor in trainee.shards.values()) if has_place else 0
+    return Recovered(
+        step_version, "checkpoint", "", read_bytes, NO_STATE, damaged=damaged[:DAMAGED_CHARS_MAX]
+    )

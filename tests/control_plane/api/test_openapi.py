@@ -41,7 +41,14 @@ def strict(name: str) -> jsonschema.Draft202012Validator:
 
 def of_api(shown: dict[str, Any]) -> Any:
     """The view as GET /v1/state answers it."""
-    shown["cluster"] |= {"follows": "", "followers": [], "insecure": False, "ca": ""}
+    shown["cluster"] |= {
+        "id": "",
+        "name": "",
+        "follows": "",
+        "followers": [],
+        "insecure": False,
+        "ca": "",
+    }
     return json.loads(msgspec.json.encode(shown))
 
 

@@ -93,15 +93,19 @@ ASIDES = (
         ),
         (
             b" iteration 8/25 | elapsed time per iteration (ms): 548.5 | lm loss: INF |",
-            ProgressLine(8, 25, 0.5485, None, 0, 0, 0),
+            ProgressLine(8, 25, 0.5485, None, 0, 0, 0, loss_text="inf"),
         ),
         (
             b" iteration 8/25 | elapsed time per iteration (ms): 548.5 | lm loss: NAN",
-            ProgressLine(8, 25, 0.5485, None, 0, 0, 0),
+            ProgressLine(8, 25, 0.5485, None, 0, 0, 0, loss_text="nan"),
+        ),
+        (
+            b" iteration 8/25 | elapsed time per iteration (ms): 548.5 | loss: -inf |",
+            ProgressLine(8, 25, 0.5485, None, 0, 0, 0, loss_text="-inf"),
         ),
         (
             b" iteration 8/25 | elapsed time per iteration (ms): 548.5 | lm loss: 1.0E+999 |",
-            ProgressLine(8, 25, 0.5485, None, 0, 0, 0),
+            ProgressLine(8, 25, 0.5485, None, 0, 0, 0, loss_text="inf"),
         ),
         (
             b" iteration 30/25 | elapsed time per iteration (ms): 548.5",
@@ -222,7 +226,7 @@ def test_lines_are_joined_by_their_numbers_of_iterations() -> None:
     assert rest.step_s == pytest.approx((10 * 1.0 + 30 * 2.0 + 2.5) / 41)
     assert ranges.take() is None
     ranges.add(line(60, 3.0))
-    assert ranges.take() == (60, 100, 3.0, 2.0, 8, 0, 0, 9)
+    assert ranges.take() == (60, 100, 3.0, 2.0, 8, 0, 0, 9, "")
 
 
 def test_lines_of_another_batch_or_an_earlier_iteration_are_not_joined() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from shutil import rmtree
@@ -17,6 +19,7 @@ from unicron.events.records.envelope import Record
 from unicron.events.records.orders import PublishCheckpoint
 from unicron.workers.agent.publish import Publisher, PublishRefused, Superseded
 from unicron.workers.host import rank_user
+from unicron.workers.host.checkpoint_index import Chunk, Index
 from unicron.workers.host.rank_user import RankUser
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start others")
@@ -178,3 +181,38 @@ def test_what_ranks_need_is_checked_as_their_user(
     monkeypatch.setattr(sys, "executable", str(ours / "python"))
     with pytest.raises(UsageError, match=f"it cannot run {ours}/python"):
         rank_user.check(user, private)
+
+
+def write_checkpoint(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    index = Index(2, 5, "__0_0.distcp", 4, [Chunk("w", "", (), (), 0, 4, zlib.crc32(b"data"))])
+    (folder / index.file).write_bytes(b"data")
+    (folder / "__0_0.index").write_bytes(msgspec.msgpack.encode(index))
+    (folder / ".metadata").write_bytes(b"metadata")
+
+
+@root_only
+async def test_old_checkpoints_are_removed_with_the_rights_of_the_user(
+    open_folder: Path, tmp_path: Path
+) -> None:
+    """Root would remove what a link of the user leads to."""
+    user, folder, others = user_of_tests(), open_folder / "out", tmp_path / "others"
+    for path in ("gen-1/iter-5", "gen-1/iter-9", "gen-3/iter-12"):
+        write_checkpoint(folder / path)
+    write_checkpoint(others / "iter-3")
+    (folder / "gen-2").symlink_to(others)
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, user.uid, user.gid, follow_symlinks=False)
+    order = PublishCheckpoint(
+        nodes=("n1",),
+        task=1,
+        generation=3,
+        output=str(folder),
+        path="gen-3/iter-12",
+        remove=("gen-1/iter-5", "gen-2/iter-3"),
+    )
+    publisher = Publisher("c", user)
+    async with asyncio.TaskGroup() as group:
+        publisher.begin_removal(order, group)
+    assert [path.name for path in (folder / "gen-1").iterdir()] == ["iter-9"]
+    assert (others / "iter-3/.metadata").exists()

@@ -199,7 +199,7 @@ def test_a_damaged_checkpoint_is_wrong_input(
     again.reconfigure([0], checkpoint=path)
     failed = again.wait(RankErrored, 0)
     assert (failed.error, failed.status) == ("UsageError", WRONG_INPUT)
-    assert re.fullmatch(rf"{output}/{path}: {says} \(no job can begin from .*\)", failed.text)
+    assert re.fullmatch(rf"{output}/{path}: {says} \(submit it again with .*\)", failed.text)
 
 
 def one_checkpoint(drive: Drive, bucket: Path) -> tuple[str, str, Path]:
@@ -286,6 +286,7 @@ def test_removing_from_an_unreachable_store_is_an_error(bucket: Path) -> None:
 def test_a_save_that_fails_halfway_leaves_nothing(output: str) -> None:
     """Two members write in parts. The attempt before has other files, and stays until the end."""
     import torch
+    from unicron.workers.host import checkpoint_index
     from unicron.workers.training.checkpoint import share_files
     from unicron.workers.training.model.training_state import Numbers
     from unicron.workers.training.recovery.resharding import Region, Shard
@@ -310,7 +311,9 @@ def test_a_save_that_fails_halfway_leaves_nothing(output: str) -> None:
 
     def complete(token: str) -> int:
         target = folder.Folder(url, token)
-        found = [share_files.read_index(target.read(target.index_name(place))) for place in (0, 1)]
+        found = [
+            checkpoint_index.read_index(target.read(target.index_name(place))) for place in (0, 1)
+        ]
         return share_files.complete(target, [index for index in found if index is not None])
 
     numbers = Numbers(

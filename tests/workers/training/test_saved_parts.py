@@ -20,6 +20,7 @@ from stored_tensors import whole_tensor
 from unicron.events.spec.job import Batch, Model, Optimizer, Train
 from unicron.events.spec.model import Axes
 from unicron.events.spec.parallelism import num_positions
+from unicron.workers.host import checkpoint_index
 from unicron.workers.training.checkpoint import checkpoint, share_files
 from unicron.workers.training.checkpoint.folder import Folder
 from unicron.workers.training.checkpoint.stored_state import StoredState
@@ -165,7 +166,10 @@ class Evil:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no folder": (shutil.rmtree, r"iter-1: the checkpoint is missing; no job can begin from an"),
+    "no folder": (
+        shutil.rmtree,
+        r"iter-1: the checkpoint is missing; submit it again with another",
+    ),
     "no metadata": (lambda folder: (folder / ".metadata").unlink(), "it is not complete"),
     "cut metadata": (
         lambda folder: (folder / ".metadata").write_bytes(
@@ -182,7 +186,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "__2_0.distcp").write_bytes(
             (folder / "__2_0.distcp").read_bytes()[:-9]
         ),
-        r"__2_0\.distcp is cut: it has \d+ bytes of .*; no job can begin from an older",
+        r"__2_0\.distcp is cut: it has \d+ bytes of .*; submit it again with another",
     ),
     "no index": (
         lambda folder: (folder / "__1_0.index").unlink(),
@@ -209,7 +213,7 @@ def test_altered_data_is_found(whole: str, tmp_path: Path) -> None:
     folder = tmp_path / "iter-1"
     shutil.copytree(whole, folder)
     data = bytearray((folder / "__0_0.distcp").read_bytes())
-    index = share_files.read_index((folder / "__0_0.index").read_bytes())
+    index = checkpoint_index.read_index((folder / "__0_0.index").read_bytes())
     assert index is not None
     chunk = next(each for each in index.chunks if each.kind)
     data[chunk.begin_bytes + chunk.length_bytes // 2] ^= 1
@@ -232,8 +236,8 @@ def test_a_checkpoint_of_another_model_is_refused(
 
 
 def test_members_without_a_part_complete_nothing(tmp_path: Path) -> None:
-    chunk = share_files.Chunk("model.a", "float32 4x2", (0, 0), (2, 2), 0, 9, 0)
-    index = share_files.Index(share_files.FORMAT_NUM, 1, "__0_0.distcp", 9, [chunk])
+    chunk = checkpoint_index.Chunk("model.a", "float32 4x2", (0, 0), (2, 2), 0, 9, 0)
+    index = checkpoint_index.Index(share_files.FORMAT_NUM, 1, "__0_0.distcp", 9, [chunk])
     with pytest.raises(ValueError, match=r"its members have 4 of the 8 elements of model\.a"):
         share_files.complete(Folder(str(tmp_path / "iter-1"), "token"), [index])
     assert list(tmp_path.iterdir()) == []

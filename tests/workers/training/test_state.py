@@ -18,12 +18,12 @@ import torch
 from msgspec.structs import replace
 from unicron.control_plane.throughput.state_size import trained_bytes
 from unicron.events.errors import UsageError
-from unicron.events.records.reports import LossNotFinite, TaskProgressed
+from unicron.events.records.reports import LossFiniteAgain, LossNotFinite, TaskProgressed
 from unicron.events.spec.job import DynamicLossScale, Model, Optimizer, Train
 from unicron.workers.training.checkpoint import checkpoint
 from unicron.workers.training.model import text_data, training_state
 from unicron.workers.training.model import trainee as model
-from unicron.workers.training.process.history import History
+from unicron.workers.training.process.history import REPORT_ITERATIONS_MAX, History
 from unicron.workers.training.recovery import state_shards
 from unicron.workers.training.step.optimizer_step import step
 
@@ -137,7 +137,8 @@ def _train(trainee: model.TrainingModel, first: int, last: int) -> list[bool]:
         trainee.draw.at(iteration, 0)
         tokens = words.sample(1, iteration, 0, rows=2, sequence=16)
         trainee.optimizer.scale_loss(trainee.loss(tokens)).backward()
-        stepped.append(step(trainee, float(trainee.num_tokens(tokens)), lambda event: None))
+        num_tokens = float(trainee.num_tokens(tokens))
+        stepped.append(step(trainee, num_tokens, lambda event: None) is not None)
     trainee.clear()
     return stepped
 
@@ -295,18 +296,58 @@ def test_dropout_depends_on_iteration_and_micro_batch_alone(alone: Any) -> None:
     assert len(set(losses)) == 3
 
 
-def test_a_nan_loss_is_a_separate_report() -> None:
-    history = History()
-    for iteration, loss in enumerate([3.0, 2.0, float("nan"), 1.0]):
-        history.add(iteration, loss, 0.5)
-    reports = list(history.tell(1, task=1, generation=1, micro_batches=4, flops=10.0, skipped=0))
-    assert [type(report) for report in reports] == [TaskProgressed, LossNotFinite, TaskProgressed]
-    assert [report.first_iteration for report in reports if isinstance(report, TaskProgressed)] == [
-        1,
-        3,
+def _told(history: History, begin: int) -> list[object]:
+    """The reports: of progress, the first iteration, the losses and how many iterations."""
+    return [
+        (report.first_iteration, report.losses, len(report.step_s))
+        if isinstance(report, TaskProgressed)
+        else report
+        for report in history.tell(
+            begin, task=1, generation=2, micro_batches=4, flops=10.0, skipped=0
+        )
     ]
-    assert isinstance(reports[0], TaskProgressed)
-    assert reports[0].rate_flops == pytest.approx(20.0)
+
+
+def test_a_series_of_losses_that_are_not_finite_is_told_once() -> None:
+    history, nan = History(), float("nan")
+    for iteration, loss in enumerate([3.0, 2.0, nan, float("inf"), nan, 1.0]):
+        history.add(iteration, loss, 0.5)
+    begins = LossNotFinite(task=1, generation=2, iteration=2, text="nan")
+    ends = LossFiniteAgain(task=1, generation=2, iteration=5, num=3)
+    assert _told(history, 1) == [
+        *((1, (2.0,), 1), begins, (2, (), 3)),
+        *(ends, (5, (1.0,), 1)),
+    ]
+    assert _told(history, 3) == [(3, (), 2), ends, (5, (1.0,), 1)], "the series goes on"
+    assert _told(history, 5) == [ends, (5, (1.0,), 1)]
+    history.saved_at = 2
+    assert msgspec.structs.replace(begins, is_saving=True) in _told(history, 0)
+
+
+def test_a_series_without_its_begin_is_told_from_what_is_known() -> None:
+    history = History()
+    history.replace(7, [float("-inf"), 1.0], [0.5, 0.5])
+    assert [type(each).__name__ for each in _told(history, 0)] == [
+        *("LossNotFinite", "tuple", "LossFiniteAgain", "tuple"),
+    ]
+
+
+@pytest.mark.parametrize("num", [1, REPORT_ITERATIONS_MAX, REPORT_ITERATIONS_MAX + 1])
+def test_a_long_series_has_one_begin(num: int) -> None:
+    history = History()
+    history.replace(0, [float("nan")] * num, [0.5] * num)
+    told = _told(history, 0)
+    assert sum(isinstance(each, LossNotFinite) for each in told) == 1
+    assert sum(each[2] for each in told if isinstance(each, tuple)) == num
+
+
+def test_progress_says_the_rate() -> None:
+    history = History()
+    for iteration in range(4):
+        history.add(iteration, 1.0, 0.5)
+    (report,) = history.tell(1, task=1, generation=1, micro_batches=4, flops=10.0, skipped=0)
+    assert isinstance(report, TaskProgressed)
+    assert report.rate_flops == pytest.approx(20.0)
 
 
 def test_history_drops_iterations_that_are_repeated() -> None:

@@ -43,6 +43,8 @@ class Joined(Struct, frozen=True, kw_only=True):
     redact: tuple[str, ...] = REDACT
     agent_gone_s_max: float = 60.0
     version: str = ""
+    cluster_id: str = ""
+    """Distinguishes clusters of the same name; "": told by an older control plane."""
 
 
 class _Problem(Struct, frozen=True):

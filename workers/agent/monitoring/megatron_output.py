@@ -30,7 +30,9 @@ _ITERATION = re.compile(rb"(?<![A-Za-z])iteration[ \t]+([0-9]{1,12})/[ \t]*([0-9
 _STEP = re.compile(
     rb"elapsed time per iteration \((ms|s)\):[ \t]*(%s)(?:/%s)?[ \t]*(?:\||$)" % (_NUMBER, _NUMBER)
 )
-_LOSS = re.compile(rb"\|[ \t]*(?:(?:lm|total)[ _])?loss:[ \t]*(-?%s)[ \t]*(?:\||$)" % _NUMBER)
+_LOSS = re.compile(
+    rb"\|[ \t]*(?:(?:lm|total)[ _])?loss:[ \t]*([+-]?(?:%s|(?i:nan|inf)))[ \t]*(?:\||$)" % _NUMBER
+)
 _COUNTS = tuple(
     re.compile(rb"\|[ \t]*%s:[ \t]*([0-9]{1,12})[ \t]*(?:\||$)" % name)
     for name in (
@@ -58,6 +60,8 @@ class ProgressLine(NamedTuple):
     nan: int
     num: int = 0
     """Iterations that `step_s` averages; 0: unknown, or the process was warming up."""
+    loss_text: str = ""
+    """The loss, if it is not finite."""
 
 
 def parse(line: bytes) -> ProgressLine | None:
@@ -71,13 +75,18 @@ def parse(line: bytes) -> ProgressLine | None:
         return None
     lost = _LOSS.search(line)
     loss = float(lost[1]) if lost is not None else None
-    counts = [int(found[1]) if (found := one.search(line)) is not None else 0 for one in _COUNTS]
+    batch, skipped, nan = (
+        int(count[1]) if (count := name.search(line)) is not None else 0 for name in _COUNTS
+    )
     return ProgressLine(
         iteration,
         iterations if iterations >= iteration else 0,
         step_s,
         loss if loss is not None and math.isfinite(loss) else None,
-        *counts,
+        batch,
+        skipped,
+        nan,
+        loss_text="" if loss is None or math.isfinite(loss) else repr(loss),
     )
 
 

@@ -348,6 +348,7 @@ class OutputReader:
             global_batch=merged.global_batch,
             skipped=merged.skipped,
             nan=merged.nan,
+            loss_text=merged.loss_text,
         )
 
     def _give_up(self, error: OSError) -> None:

@@ -14,6 +14,7 @@ from ....events.records.orders import StartRank
 from ....events.records.types import Labels
 from ....events.spec.launchers import launcher_of
 from ....events.spec.policy import REDACT
+from ...host import output_owner
 from ...host.rank_user import RankUser
 from ...ipc.pipe_protocol import FD, LOOP, PULSE, Frame, Unpacker, pack
 from ...ipc.progress_page import ProgressPage
@@ -39,6 +40,8 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
     host: str
     num_slots: int
     state_dir: Path
+    cluster_id: str = ""
+    """Distinguishes clusters of the same name."""
     labels: Labels = Labels()
     devices: tuple[str, ...] = ()
     rank_argv: tuple[str, ...] = RANK_ARGV
@@ -213,6 +216,7 @@ def environment(order: StartRank, node: NodeConfig, inherited: Mapping[str, str]
     """A rank's environment: the agent's, plus the variables for its kind of task."""
     env = {"PYTHONUNBUFFERED": "1", **interface_variables(node.host), **inherited}
     env |= {
+        output_owner.VARIABLE: f"{node.cluster}/{node.cluster_id}",
         "UNICRON_HOST": node.host,
         "UNICRON_NODE": node.name,
         "UNICRON_TASK": str(order.task),

@@ -20,6 +20,7 @@ KINDS = (
     reports.ReconfigureFailed,
     reports.TaskProgressed,
     reports.LossNotFinite,
+    reports.LossFiniteAgain,
     reports.MemoryCheckpointStored,
     reports.CheckpointSaved,
     reports.RankFinished,

@@ -20,6 +20,7 @@ from ....events.records.orders import StartRank
 from ....events.spec.job import Train, is_url
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import is_plain
+from ...host import output_owner
 from ...ipc.pipe_protocol import Unpacker
 from ...ipc.progress_page import ProgressWriter
 from ..checkpoint import checkpoint
@@ -34,6 +35,7 @@ from ..process.trace import Trace
 from ..recovery.peers import World
 from ..recovery.settlement import settle
 from ..state_recovery import part_builder, with_shards
+from ..step.gradient_reduction import Stats
 from ..step.iteration import Iteration
 from .custom_loop import LoopWorkload
 
@@ -90,9 +92,8 @@ class RestartOnlyDriver:
         if not is_plain(work.train.parallel.largest):
             work.begin(with_shards(trainee), part_builder(work, self.communicators, device))
         self.history = History()
-        self._checkpoint = RestartCheckpoint(
-            work.train, trainee, environment.get("UNICRON_TASK", "")
-        )
+        name = start.spec.name if start is not None else ""
+        self._checkpoint = RestartCheckpoint(work.train, trainee, environment, name)
         self._memory: RestartMemory | None = None
         if start is not None and work.train.copy_every:
             self._memory = RestartMemory(
@@ -107,6 +108,7 @@ class RestartOnlyDriver:
             Trace(self._place),
             ProgressWriter(),
             self.history,
+            keep_last=self._keep_last,
         )
         if self._memory is not None:
             self.iteration.copy_status = self._memory.status
@@ -145,22 +147,33 @@ class RestartOnlyDriver:
 
     def _store(self) -> None:
         """Store the state in memory, if that is due and no process still sends its last one."""
-        iteration = self.iteration
-        at, trainee = iteration.step_version, iteration.trainee
+        at = self.iteration.step_version
         if (
             self._memory is not None
             and at % self._train.copy_every == 0
             and at < self._train.iterations
-            and iteration.may_copy
+            and self.iteration.may_copy
+            and not self.history.spoilt_by
         ):
-            self._memory.copy(
-                lambda: {
-                    **objects_tree(trainee.modules, trainee.optimizer, trainee.scheduler),
-                    "history": [self.history.first, self.history.losses, self.history.step_s],
-                },
-                at,
-                is_whole=iteration.is_copied,
-            )
+            self._copy(self._memory, is_whole=self.iteration.is_copied)
+
+    def _keep_last(self, stats: Stats) -> None:
+        """The step that follows makes the state NaN or infinite: store the present one in memory,
+        unless that was due for it anyway."""
+        at = self.iteration.step_version
+        if self._memory is not None and not stats.num_sending and at % self._train.copy_every:
+            self._copy(self._memory, is_whole=not stats.num_unstored)
+
+    def _copy(self, memory: RestartMemory, *, is_whole: bool) -> None:
+        trainee = self.iteration.trainee
+        memory.copy(
+            lambda: {
+                **objects_tree(trainee.modules, trainee.optimizer, trainee.scheduler),
+                "history": [self.history.first, self.history.losses, self.history.step_s],
+            },
+            self.iteration.step_version,
+            is_whole=is_whole,
+        )
 
     def _agreed(self, step_version: int) -> int:
         """Check that all ranks loaded the same step version: nodes may not share `output`."""
@@ -200,9 +213,12 @@ class RestartCheckpoint:
     """The last checkpoint of a restart-only task, in folder `task-N` of its output; none without
     an agent, without a folder, or if no rank has the whole state of a known optimizer."""
 
-    def __init__(self, train: Train, trainee: TrainingModel, task: str) -> None:
+    def __init__(
+        self, train: Train, trainee: TrainingModel, environment: Mapping[str, str], name: str
+    ) -> None:
         self._train = train
         self._folder = ""
+        task = int(environment.get("UNICRON_TASK", "0"))
         if not (train.output and task):
             return
         if (
@@ -211,6 +227,8 @@ class RestartCheckpoint:
             and not is_url(train.output)
         ):
             self._folder = checkpoint.folder_of(train.output, f"task-{task}")
+            owner = output_owner.of_rank(environment, task, name, train.output)
+            checkpoint.check_output(train.output, "loop.output", owner)
         else:
             log.warning(
                 "no checkpoints: after a fault the task begins at the first iteration",
@@ -224,17 +242,20 @@ class RestartCheckpoint:
         return int(saved[-1].name[5:]) if saved else 0
 
     def load(self, trainee: TrainingModel, history: History) -> int:
-        """Load the newest checkpoint; returns `step_version`."""
+        """Load the newest checkpoint, or what the job begins from; returns the step version."""
         saved = self._saved()
-        return checkpoint.load(str(saved[-1]), trainee, history) if saved else 0
+        folder = str(saved[-1]) if saved else self._train.begin_from
+        return checkpoint.load(folder, trainee, history) if folder else 0
 
     def save(self, iteration: Iteration, history: History) -> None:
-        """If a checkpoint is due, save the current state and remove the previous checkpoints."""
+        """If a checkpoint is due, save the current state and remove the previous checkpoints. One
+        that is NaN or infinite is saved at the end alone, beside the last that is not."""
         at, every = iteration.step_version, self._train.checkpoint_every
         is_last = at == self._train.iterations
-        if not self._folder or not (is_last or (every and at % every == 0)):
+        is_due = every and at % every == 0 and not history.spoilt_by
+        if not self._folder or not (is_last or is_due):
             return
-        old = self._saved()
+        old = [] if history.spoilt_by else self._saved()
         try:
             checkpoint.save(f"{self._folder}/iter-{at}", iteration.trainee, at, history)
         except checkpoint.NotSaved as error:

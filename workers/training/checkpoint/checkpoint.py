@@ -5,13 +5,18 @@ the checkpoints of a task in parts.
 """
 
 import os
+from pathlib import Path
+from typing import Literal
 
 import msgspec
+import structlog
 
 from ....events import object_storage
 from ....events.errors import UnicronError, UsageError
-from ....events.object_storage import PathStore, Store
+from ....events.object_storage import Store
 from ....events.spec.job import is_url
+from ...host import folder_trial, output_owner
+from ...host.output_owner import NotOwner, Owner
 from ..model import training_state
 from ..model.trainee import TrainingModel
 from ..process.history import History
@@ -22,10 +27,16 @@ from .share import whole_share
 from .snapshot import Snapshot
 from .stored_state import Damaged, StoredState
 
-FROM_THE_START = (
-    "no job can begin from an older checkpoint yet: submit it again with another "
-    "output, and it begins at iteration 0"
+log = structlog.get_logger()
+
+FROM_ANOTHER = (
+    "submit it again with another output: with begin_from it begins at the checkpoint that this "
+    "names, else at iteration 0"
 )
+
+
+class DamagedCheckpoint(UsageError):
+    """The checkpoint is missing or not whole."""
 
 
 class NotSaved(UnicronError):
@@ -44,16 +55,40 @@ WRITE_ERRORS = (OSError, RuntimeError, MemoryError)
 """Errors of a write, beside Superseded. torch's C++ code reports a full disk as RuntimeError."""
 
 
-def check_output(output: str, what: str = "train.output") -> None:
+def check_output(output: str, what: str = "train.output", task: Owner | None = None) -> None:
     """Raise UsageError at the start, not at the first save, if a path or URL cannot be written.
-    `what` names it to the user."""
-    try:
-        (Store(output) if is_url(output) else PathStore(output)).check_writable()
-    except OSError as error:
-        raise UsageError(
-            f"{what}: {output}: {object_storage.reason(error).lower()}",
-            "name a place that every node can reach and write",
-        ) from None
+    `what` names it to the user. `task` becomes the owner of a folder; if that is another task's,
+    that is a UsageError too. What may pass, as a full disk, is a warning."""
+    if is_url(output):
+        try:
+            Store(output).check_writable()
+        except OSError as error:
+            raise UsageError(
+                f"{what}: {output}: {object_storage.reason(error).lower()}", folder_trial.ANOTHER
+            ) from None
+        return
+    for flaw in folder_trial.flaws(Path(output)):
+        if flaw.is_proof:
+            raise UsageError(f"{what}: {flaw.text}", flaw.hint)
+        log.warning("the output may fail", key=what, why=flaw.text, hint=flaw.hint)
+    if task is not None:
+        try:
+            output_owner.claim(Path(output), task)
+        except NotOwner as error:
+            raise UsageError(f"{what}: {error}", error.hint) from None
+        except OSError as error:  # each save tries it again
+            log.warning(
+                "whose folder it is is not known", key=what, why=object_storage.reason(error)
+            )
+
+
+def warn_of_room(output: str, keep: int | Literal["all"], ckpt_bytes: int) -> None:
+    """Log a warning if a new output folder has not the room for the checkpoints that stay, and one
+    that is written."""
+    num = 2 if keep == "all" else keep + 1
+    flaw = None if is_url(output) else folder_trial.shortage(Path(output), num, ckpt_bytes)
+    if flaw is not None:
+        log.warning("the checkpoints may not fit", why=flaw.text, hint=flaw.hint)
 
 
 def relative_path(generation: int, step_version: int) -> str:
@@ -89,7 +124,7 @@ def save(folder: str, trainee: TrainingModel, step_version: int, history: Histor
 
 def load(folder: str, trainee: TrainingModel, history: History) -> int:
     """Read this member's part of the state into its live tensors; returns the step version. Raises
-    UsageError if the checkpoint is damaged, missing, or of another model or precision, and
+    DamagedCheckpoint, UsageError if the checkpoint is of another model or precision, and
     RuntimeError if it cannot be read now. If a read fails after its beginning, the state is
     undefined."""
     try:
@@ -112,7 +147,7 @@ def load(folder: str, trainee: TrainingModel, history: History) -> int:
         stored.check(want)
         stored.read(want)
     except Damaged as error:
-        raise UsageError(f"{folder}: {error}", FROM_THE_START) from None
+        raise DamagedCheckpoint(f"{folder}: {error}", FROM_ANOTHER) from None
     except OSError as error:
         raise RuntimeError(f"{folder}: {object_storage.reason(error)}") from None
     return training_state.load(trainee, numbers, history)
@@ -126,3 +161,27 @@ def _numbers(folder: str, plain: object) -> training_state.Numbers:
             f"{folder} cannot be used: its numbers are not those of a state: {error}",
             "name another checkpoint",
         ) from None
+
+
+class StoredBeginning:
+    """The `begin_from` of a job: another task's checkpoint, in place of the initial weights."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def newest(self) -> int:
+        """The iterations in it. Raises UsageError; RuntimeError if it cannot be read now."""
+        try:
+            return _numbers(self._folder, StoredState(self._folder).numbers()).step_version
+        except Damaged as error:
+            raise UsageError(
+                f"begin_from: {self._folder}: {error}", "name the folder of a checkpoint, iter-N"
+            ) from None
+        except OSError as error:
+            raise RuntimeError(f"{self._folder}: {object_storage.reason(error)}") from None
+
+    def begin(self, trainee: TrainingModel) -> bool:
+        return False
+
+    def read(self, trainee: TrainingModel, step_version: int, history: History) -> None:
+        load(self._folder, trainee, history)

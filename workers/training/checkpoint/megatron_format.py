@@ -23,7 +23,7 @@ from ..recovery.regions import State, kind_of
 from ..recovery.resharding import Region, Shard
 from ..recovery.state_shards import EXPONENT, STACKED, StackedName
 from .folder import OLD, PARTIAL
-from .saver import Content
+from .saver import Content, Save
 from .share import name_of, own_share
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -129,13 +129,16 @@ class MegatronFormat:
                 if str(found) != name:
                     shutil.rmtree(found, ignore_errors=True)
 
-    def saved(self, generation: int, step_version: int, ckpt_bytes: int, *, final: bool) -> None:
-        PathStore(self._path).write(TRACKER, str(step_version).encode())
+    def saved(self, save: Save, ckpt_bytes: int, *, final: bool) -> None:
+        """The tracker stays where it is if the state is NaN or infinite."""
+        if not save.loss:
+            PathStore(self._path).write(TRACKER, str(save.step_version).encode())
         log.info(
             "saved in Megatron-LM's format",
-            iteration=step_version,
-            folder=self.folder(generation, step_version),
+            iteration=save.step_version,
+            folder=self.folder(save.generation, save.step_version),
             ckpt_bytes=ckpt_bytes,
+            **({"loss": save.loss, "latest": "not moved"} if save.loss else {}),
         )
 
 

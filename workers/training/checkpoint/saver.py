@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import structlog
@@ -16,7 +17,11 @@ from torch import Tensor
 from ....events import object_storage
 from ....events.records.reports import CheckpointSaved
 from ....events.records.types import Body
+from ....events.spec.job import is_url
 from ....events.spec.parallelism import has_every_part
+from ...host import output_owner
+from ...host.checkpoint_index import Index, read_index
+from ...host.output_owner import Owner
 from ..model import training_state
 from ..model.trainee import TrainingModel
 from ..process.history import History
@@ -28,7 +33,6 @@ from . import folder, share_files, snapshot
 from .checkpoint import WRITE_ERRORS, NotSaved, Superseded, folder_of, relative_path
 from .folder import Folder
 from .share import own_share
-from .share_files import Index
 
 INDEX_S_MAX = 10.0
 """How long an index may be missing after the other members have ended their writes."""
@@ -64,18 +68,19 @@ class Format(Protocol):
         ...
 
     def clear(self, generation: int, name: str) -> None:
-        """Remove partial checkpoints that no member of this generation writes, but not `name`."""
+        """Before a share is written: remove partial checkpoints that no member of this generation
+        writes, but not `name`. Raises OSError if the task may not write there."""
 
-    def saved(self, generation: int, step_version: int, ckpt_bytes: int, *, final: bool) -> None:
+    def saved(self, save: "Save", ckpt_bytes: int, *, final: bool) -> None:
         """A checkpoint is complete; called on its first member. Raises OSError."""
 
 
 class OwnFormat:
     """Unicron's own checkpoints, in the task's output. The control plane is told of each."""
 
-    def __init__(self, output: str, every: int, task: int, tell: Callable[[Body], None]) -> None:
+    def __init__(self, every: int, task: Owner, tell: Callable[[Body], None]) -> None:
         self.every = every
-        self._output, self._task, self._tell = output, task, tell
+        self._output, self._task, self._tell = task.output, task, tell
         self._cleared = 0
 
     def folder(self, generation: int, step_version: int) -> str:
@@ -94,31 +99,36 @@ class OwnFormat:
         )
 
     def clear(self, generation: int, name: str) -> None:
+        if not is_url(self._output):
+            output_owner.claim(Path(self._output), self._task, takes_over=False)
         if generation != self._cleared:
             folder.clear(self._output, generation)
         self._cleared = generation
 
-    def saved(self, generation: int, step_version: int, ckpt_bytes: int, *, final: bool) -> None:
+    def saved(self, save: "Save", ckpt_bytes: int, *, final: bool) -> None:
         self._tell(
             CheckpointSaved(
-                task=self._task,
-                generation=generation,
-                step_version=step_version,
+                task=self._task.task,
+                generation=save.generation,
+                step_version=save.step_version,
                 final=final,
-                path=relative_path(generation, step_version),
+                path=relative_path(save.generation, save.step_version),
                 ckpt_bytes=ckpt_bytes,
+                loss=save.loss,
             )
         )
 
 
 class Save(NamedTuple):
     """One checkpoint. `saving`: the positions that save; the first completes it. `store`: the
-    endpoint of the generation's store, which no other generation of any task has."""
+    endpoint of the generation's store, which no other generation of any task has. `loss`: what made
+    the state NaN or infinite (History.spoilt_by); empty: nothing has."""
 
     generation: int
     step_version: int
     saving: tuple[int, ...]
     store: str
+    loss: str = ""
 
     @property
     def token(self) -> str:
@@ -220,9 +230,7 @@ class Saver:
         self._is_superseded = False
         if self._has_written(save, trainee.place):
             if trainee.place == save.saving[0] and self._saved is not None:
-                self._format.saved(
-                    save.generation, save.step_version, self._saved_bytes, final=final
-                )
+                self._format.saved(save, self._saved_bytes, final=final)
             return
         content = self._format.content(trainee, save.step_version, history, save.saving)
         taken = snapshot.Snapshot(content.share, None)
@@ -287,7 +295,7 @@ class Saver:
                     self._leftover = None
                     self._note("saved", save.generation, save.step_version)
                     self._saved, self._saved_bytes = save, ckpt_bytes
-                    self._format.saved(save.generation, save.step_version, ckpt_bytes, final=final)
+                    self._format.saved(save, ckpt_bytes, final=final)
         except WRITE_ERRORS as error:
             raise NotSaved(name, object_storage.reason(error)) from error
         finally:
@@ -351,7 +359,7 @@ class Saver:
         """The index of the member at `place`. Raises Superseded if it is not to be waited for."""
         begin_s = time.monotonic()
         while True:
-            index = share_files.read_index(target.read(target.index_name(place)))
+            index = read_index(target.read(target.index_name(place)))
             if index is not None and index.error:
                 raise Superseded(
                     target.name, f"the member at {place} did not write its share: {index.error}"

@@ -29,10 +29,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ...host.checkpoint_index import Chunk, Index
 from ..dependencies.private_torch import storage_info
 from ..model import architecture
 from ..recovery.regions import shape_of, torch_dtype
-from ..recovery.resharding import Dims, Region, Shard
+from ..recovery.resharding import Region, Shard
 from .folder import Folder
 
 FORMAT_NUM = 2
@@ -47,34 +48,6 @@ MEGATRON = {
     "common_backend_version": 1,
 }
 """Megatron's metadata.json."""
-
-
-class Chunk(Struct, frozen=True, array_like=True):
-    """A region of a tensor in a data file. `kind` is the dtype and shape of the whole tensor; a
-    number has none. `checksum` is the CRC-32 of its `length_bytes` from `begin_bytes` on."""
-
-    key: str
-    kind: str
-    offset: Dims
-    shape: Dims
-    begin_bytes: int
-    length_bytes: int
-    checksum: int
-
-    @property
-    def region(self) -> Region:
-        return Region(self.offset, self.shape)
-
-
-class Index(Struct, frozen=True, array_like=True):
-    """The contents of the data file `file`. `error`: why the member did not write its share."""
-
-    format: int
-    step_version: int
-    file: str
-    file_bytes: int
-    chunks: list[Chunk]
-    error: str = ""
 
 
 class _Checksummed(io.RawIOBase):
@@ -148,14 +121,6 @@ def _write(output: _Checksummed, key: str, kind: str, region: Region, value: Any
         output.num_bytes - begin_bytes,
         output.checksum,
     )
-
-
-def read_index(data: bytes | None) -> Index | None:
-    """An index from its bytes; None if there is none, or if it is not complete."""
-    try:
-        return None if data is None else msgspec.msgpack.decode(data, type=Index)
-    except msgspec.MsgspecError:
-        return None
 
 
 def complete(

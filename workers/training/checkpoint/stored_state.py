@@ -17,10 +17,11 @@ from torch.distributed.checkpoint import metadata, planner
 from ....events.errors import UsageError
 from ....events.object_storage import COMPLETE_MARK, PathStore, Store
 from ....events.spec.job import is_url
+from ...host.checkpoint_index import read_index
 from ..dependencies.private_torch import classes_of_metadata
 from ..recovery.regions import State, cut, kind_of
 from ..recovery.resharding import Dims, Region, intersection
-from .share_files import FORMAT_KEY, FORMAT_NUM, NUMBERS, read_index
+from .share_files import FORMAT_KEY, FORMAT_NUM, NUMBERS
 
 ANOTHER = "name another checkpoint"
 _ALLOWED: dict[tuple[str, str], Any] = {

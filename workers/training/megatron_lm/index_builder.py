@@ -5,7 +5,6 @@ communicators at that time, so the first process of a node that needs it compile
 true of the index caches of the datasets.
 """
 
-import fcntl
 import importlib
 import importlib.util
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ....events.errors import UsageError
+from ....events.file_lock import FileLock
 
 MODULE = "megatron.core.datasets.helpers_cpp"
 
@@ -33,9 +33,8 @@ def ensure() -> None:
     command = ("make", "-C", str(folder), f"LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}")
     why = ""
     try:
-        # The lock is on a file that is there already. To append locks it also on NFS.
-        with (folder / "helpers.cpp").open("ab") as source:
-            fcntl.flock(source, fcntl.LOCK_EX)
+        # The lock is on a file that is there already.
+        with FileLock(folder / "helpers.cpp").acquire(waits=True):
             if not _is_there():
                 path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
                 made = subprocess.run(
@@ -69,8 +68,7 @@ def one_at_a_time(args: Any) -> Generator[None]:
     folder = Path(args.data_cache_path or tempfile.gettempdir())
     folder.mkdir(parents=True, exist_ok=True)
     name = "building.lock" if args.data_cache_path else f"unicron-datasets-{os.getuid()}.lock"
-    with (folder / name).open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(folder / name, 0o644).acquire(waits=True):
         yield
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from ....events.records.reports import LossNotFinite, TaskProgressed
+from ....events.records.reports import LossFiniteAgain, LossNotFinite, TaskProgressed
 from ....events.records.types import Body
 
 REPORT_ITERATIONS_MAX = 2048
@@ -19,6 +19,10 @@ class History:
         self.step_s: list[float] = []
         self.digests: dict[int, str] = {}
         """By iteration: the digest of the state with which it began (step/corruption.py)."""
+        self.spoilt_by = ""
+        """The loss of the step that made the state NaN or infinite, in words; empty: none did."""
+        self.saved_at = -1
+        """The step version that was saved because the next step would spoil the state."""
 
     @property
     def end(self) -> int:
@@ -35,7 +39,7 @@ class History:
         if iteration < self.end:
             self.digests = {at: one for at, one in self.digests.items() if at <= iteration}
         if not self.first <= iteration <= self.end:
-            self.replace(iteration, [], [], self.digests)
+            self.first, self.losses, self.step_s = iteration, [], []
         del self.losses[iteration - self.first :], self.step_s[iteration - self.first :]
         self.losses.append(loss)
         self.step_s.append(step_s)
@@ -48,6 +52,13 @@ class History:
         digests: dict[int, str] | None = None,
     ) -> None:
         self.first, self.losses, self.step_s, self.digests = first, losses, step_s, digests or {}
+        self.spoilt_by = ""
+
+    def is_finite(self, iteration: int) -> bool:
+        """Whether the loss of `iteration` is finite; True if it is not recorded."""
+        return not self.first <= iteration < self.end or math.isfinite(
+            self.losses[iteration - self.first]
+        )
 
     def tell(
         self,
@@ -59,36 +70,49 @@ class History:
         flops: float,
         skipped: int,
     ) -> Iterator[Body]:
-        """The reports of all iterations from `begin` on. A TaskProgressed ends before a loss that
-        is not finite, which gets a LossNotFinite. `flops` is per iteration; `skipped` is the number
-        of iterations without an optimizer step since the start of training."""
+        """The reports of all iterations from `begin` on. Each TaskProgressed is of iterations whose
+        loss is finite, or of others, whose losses it does not have; LossNotFinite and
+        LossFiniteAgain tell of a change. `flops` is per iteration; `skipped` is the number of
+        iterations without an optimizer step since the start of training."""
+        of = {"task": task, "generation": generation}
         begin = max(begin, self.first)
         while begin < self.end:
+            is_finite = self.is_finite(begin)
+            if not is_finite and self.is_finite(begin - 1):
+                yield LossNotFinite(
+                    **of,
+                    iteration=begin,
+                    text=repr(self.losses[begin - self.first]),
+                    is_saving=begin == self.saved_at,
+                )
+            elif is_finite and not self.is_finite(begin - 1):
+                yield LossFiniteAgain(**of, iteration=begin, num=self._num_not_finite(begin))
             end = begin
             while (
                 end < self.end
                 and end - begin < REPORT_ITERATIONS_MAX
-                and math.isfinite(self.losses[end - self.first])
+                and self.is_finite(end) == is_finite
             ):
                 end += 1
-            if end > begin:
-                losses = tuple(self.losses[begin - self.first : end - self.first])
-                step_s = tuple(self.step_s[begin - self.first : end - self.first])
-                yield TaskProgressed(
-                    task=task,
-                    generation=generation,
-                    first_iteration=begin,
-                    losses=losses,
-                    step_s=step_s,
-                    rate_flops=flops * len(losses) / max(math.fsum(step_s), 1e-9),
-                    micro_batches=micro_batches,
-                    skipped=skipped,
-                    digests={
-                        at: self.digests[at] for at in range(begin, end + 1) if at in self.digests
-                    },
-                )
-            else:
-                text = repr(self.losses[end - self.first])
-                end += 1
-                yield LossNotFinite(task=task, generation=generation, iteration=begin, text=text)
+            step_s = tuple(self.step_s[begin - self.first : end - self.first])
+            losses = tuple(self.losses[begin - self.first : end - self.first])
+            yield TaskProgressed(
+                **of,
+                first_iteration=begin,
+                losses=losses if is_finite else (),
+                step_s=step_s,
+                rate_flops=flops * len(step_s) / max(math.fsum(step_s), 1e-9),
+                micro_batches=micro_batches,
+                skipped=skipped,
+                digests={
+                    at: self.digests[at] for at in range(begin, end + 1) if at in self.digests
+                },
+            )
             begin = end
+
+    def _num_not_finite(self, end: int) -> int:
+        """The length of the series of losses before `end` that are not finite."""
+        begin = end
+        while not self.is_finite(begin - 1):
+            begin -= 1
+        return end - begin

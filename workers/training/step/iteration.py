@@ -48,7 +48,8 @@ class Iteration:
     """The current iteration of this member, and its progress in it. `step_version` is NO_STATE
     until the first settlement. `history` receives the loss and the time of each step. The time
     begins with the iteration's first micro-batch and includes a recovery, so a rate computed from
-    it is never too high."""
+    it is never too high. `keep_last` is called on all members, before a step that the loss says
+    will make a finite state NaN or infinite."""
 
     def __init__(
         self,
@@ -59,8 +60,11 @@ class Iteration:
         trace: Trace,
         pulse: ProgressWriter,
         history: History,
+        *,
+        keep_last: Callable[[Stats], None] = lambda stats: None,
     ) -> None:
         self._control, self._communicators = control, communicators
+        self._keep_last = keep_last
         self.text = text
         self.history = history
         self.trace = trace
@@ -85,7 +89,6 @@ class Iteration:
         """Whether this member still writes its share of a checkpoint."""
         self.num_saving = 0
         """The members that did so at the end of the last iteration."""
-        self.num_others_saving = 0
         self.is_ready = False
         """Whether it has entered the step barrier, but not stepped: it has the reduced sum."""
         self._is_tested = False
@@ -160,6 +163,11 @@ class Iteration:
         if self.is_ready and not self.trainee.train.kept_sum:
             return ()
         return tuple(sorted(self.done))
+
+    @property
+    def num_others_saving(self) -> int:
+        """The other members that still wrote at the end of the last iteration."""
+        return self.num_saving - self._was_saving
 
     def claim(self) -> Claim:
         return Claim(
@@ -588,6 +596,8 @@ class Iteration:
                     "correct the data or lower the learning rate; with "
                     "train.reproducible: rounding the step is taken with it",
                 )
+        if self._spoils(stats):
+            self._keep_last(stats)
         self._step(gate, scale)
         axes = self._communicators.axes
         self.owned = assign_micro_batches(
@@ -607,6 +617,20 @@ class Iteration:
                 return failed
         self.marks.pulse.finish()
         return self._boundary(stats)
+
+    def _spoils(self, stats: Stats) -> bool:
+        """Whether the loss says that this step, the first of a series, makes a finite state NaN or
+        infinite. A loss scaler skips such a step, and so does `skip_not_finite`. The same on all
+        members."""
+        at, history = self.step_version, self.history
+        return (
+            not math.isfinite(stats.loss_sum)
+            and at > 0
+            and not history.spoilt_by
+            and history.is_finite(at - 1)
+            and scale_of(self.trainee.optimizer) is None
+            and not self.trainee.train.skip_not_finite
+        )
 
     def _pass_barrier(self) -> tuple[StepBarrier, float] | Outcome:
         scale = scale_of(self.trainee.optimizer)
@@ -696,19 +720,21 @@ class Iteration:
     def _step(self, gate: StepBarrier | None, scale: float | None = None) -> None:
         """Compute the next state from the reduced gradients; waits for no other member."""
         stats = self._reduced
+        skips = self.trainee.train.skip_not_finite and not math.isfinite(stats.loss_sum)
         self.before_change()
         if gate is None:
-            step(self.trainee, stats.num_tokens, self._note)
+            norm = step(self.trainee, stats.num_tokens, self._note, skips=skips)
         else:
             self._gate = gate
             self.reduction.done()
-            step(
+            norm = step(
                 self.trainee,
                 stats.num_tokens,
                 self._note,
                 norm_square=gate.norm_square,
                 found_inf=gate.num_not_finite > 0,
                 scale=scale,
+                skips=skips,
             )
             if self.reduction.exact is not None and not gate.num_not_finite:
                 self.reduction.exact.stepped()
@@ -716,11 +742,10 @@ class Iteration:
         self.trainee.experts.step(self.reduction.router_sums, self.trainee.train.num_micro_batches)
         self.step_version += 1
         self.redone = 0
-        self.history.add(
-            self.step_version - 1,
-            stats.loss_sum / self.trainee.divisor(stats.num_tokens),
-            clock() - (self._began_s or clock()),
-        )
+        loss = stats.loss_sum / self.trainee.divisor(stats.num_tokens)
+        self.history.add(self.step_version - 1, loss, clock() - (self._began_s or clock()))
+        if norm is not None:
+            self.history.spoilt_by = _spoilt_by(loss, norm)
         self._clear()
         self.owned, self.begun = (), False
 
@@ -743,7 +768,6 @@ class Iteration:
         self.may_copy = not stats.num_sending
         self.is_copied = not stats.num_unstored
         self.num_saving = round(stats.num_saving)
-        self.num_others_saving = self.num_saving - self._was_saving
         return "boundary" if stats.num_stopping else "stepped"
 
     def _clear(self) -> None:
@@ -764,3 +788,10 @@ def held_by(trainee: TrainingModel) -> HeldState:
     return HeldState(
         axes=trainee.axes, optimizer=trainee.train.parallel.optimizer, place=trainee.place
     )
+
+
+def _spoilt_by(loss: float, norm: float) -> str:
+    """The loss of a step that has made the state NaN or infinite, in words; "" if it has not."""
+    if math.isfinite(loss) and math.isfinite(norm):
+        return ""
+    return repr(loss) if not math.isfinite(loss) else f"{loss:.4g}, with a gradient of {norm!r}"

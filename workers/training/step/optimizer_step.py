@@ -58,15 +58,23 @@ def step(
     norm_square: float | None = None,
     found_inf: bool = False,
     scale: float | None = None,
-) -> bool:
-    """Divide by the loss's divisor, then step optimizer and schedule; returns whether it stepped.
+    skips: bool = False,
+) -> float | None:
+    """Divide by the loss's divisor, then step optimizer and schedule. Returns the norm of the
+    gradient; None: it did not step.
 
     If a scaled gradient is not finite, Megatron's optimizer skips its step and lowers the scale,
     and the schedule does not advance, but the iteration counts. Members with the same gradients
     decide the same. If each member has a part of the gradients, `norm_square` and `found_inf` are
-    of all. `scale` is the loss scale; None: it is read from the device.
+    of all. `scale` is the loss scale; None: it is read from the device. `skips`: the iteration
+    takes no step, and only counts (`train.skip_not_finite`).
     """
     note("scale")
+    if skips:
+        log.warning("loss not finite, step skipped")
+        trainee.is_gathered = True
+        note("done")
+        return None
     divisor = trainee.divisor(num_tokens)
     if divisor != 1.0:
         count = torch.full((), divisor, dtype=torch.int, device=trainee.device)
@@ -86,7 +94,7 @@ def step(
     if trainee.mirror is not None:
         sync_mirror(trainee.mirror, trainee.optimizer)
         trainee.mirror.step()
-    stepped: bool = trainee.optimizer.step()[0]
+    stepped, norm, _ = trainee.optimizer.step()
     trainee.is_gathered = not stepped or trainee.axes.dp == 1 or not trainee.is_sharded
     note("schedule")
     if stepped:
@@ -97,7 +105,7 @@ def step(
             loss_scale=[scaler.scale.item() for scaler in scalers(trainee.optimizer)],
         )
     note("done")
-    return stepped
+    return float(norm or 0.0) if stepped else None
 
 
 def gather(trainee: TrainingModel) -> None:

@@ -144,7 +144,7 @@ function Tasks({ state, at }: { state: Schemas["View"]; at: string }) {
       { name: "Weight", right: true, cell: one => one.weight },
       { name: "Iteration", right: true, cell: one => one.iterations ? `${count(one.iteration)} / ${count(one.iterations)}` : count(one.iteration) },
       { name: "Iteration time", right: true, cell: one => one.step_s ? span(one.step_s) : "" },
-      { name: "Loss", right: true, cell: one => one.loss?.toFixed(3) ?? "" },
+      { name: "Loss", right: true, cell: one => one.not_finite ? String(one.not_finite.text) : one.loss?.toFixed(3) ?? "" },
       { name: "WAF", right: true, cell: one => si(one.waf) },
       { name: "Healed", right: true, cell: one => one.healed },
       { name: "Lost", right: true, cell: one => one.iterations_lost ?? "?" },

@@ -83,7 +83,9 @@ function Summary({ task, now_s }: { task: Task; now_s: number }) {
       <dt>pace</dt><dd>{task.step_s ? `${span(task.step_s)} an iteration` : "–"}
         {task.slowdown > 1.01 && <strong>, {digits(task.slowdown)} x slower than its ranks can</strong>}
         {task.step_s > 0 && left > 0 && `; ${span(left * task.step_s)} are left`}</dd>
-      <dt>loss</dt><dd>{task.loss?.toFixed(4) ?? "–"}</dd>
+      <dt>loss</dt><dd>{task.not_finite
+        ? <strong>{String(task.not_finite.text)} since iteration {count(Number(task.not_finite.first))}</strong>
+        : task.loss?.toFixed(4) ?? "–"}</dd>
       <dt>WAF</dt><dd>{si(task.waf, "FLOP/s")}</dd>
       <dt>healed</dt><dd>{task.healed === 1 ? "once" : `${task.healed} times`}, {task.iterations_lost ?? "unknown"} iterations lost</dd>
     </dl>
@@ -121,12 +123,13 @@ function Curves({ task, at_s }: { task: number; at_s: number | undefined }) {
     const begun = data?.layouts.filter(one => at_s === undefined || one.at_s <= at_s) ?? []
     return { x: data?.iterations ?? [], losses: [data?.losses ?? []], step_s: [data?.step_s ?? []], layouts: begun.reverse() }
   }, [data, at_s])
+  const ofLoss = (data?.loss_marks ?? []).map(one => ({ x: one.iteration, text: one.what }))
   const seconds = (value: number) => span(value)
   return <>
     <Section title="Loss">
       <Trouble problem={problem} />
       {shown.x.length > 1 ? <Chart label={`Loss by iteration, ${faults.length} faults marked`} x={shown.x}
-        values={shown.losses} marks={faults}
+        values={shown.losses} marks={[...faults, ...ofLoss]}
         lines={[{ label: "loss", colour: "use-used", format: value => value.toPrecision(4) }]} />
         : <p class="empty">{isRead ? "No iteration so far." : "reading the log…"}</p>}
     </Section>
@@ -152,7 +155,8 @@ function Holders({ task }: { task: Task }) {
       <dt>memory</dt><dd>{task.copies.length
         ? task.copies.map(one => <div>iteration {count(one.step_version)} on {one.nodes.join(", ")}, {digits(one.copy_bytes / GIB)} GiB</div>)
         : task.no_copies || "no in-memory checkpoint"}</dd>
-      <dt>disk</dt><dd>{task.checkpoint ? <>iteration {count(task.checkpoint_iteration)}: <code>{task.checkpoint}</code></> : "no checkpoint"}</dd>
+      <dt>disk</dt><dd>{task.checkpoint ? <>iteration {count(task.checkpoint_iteration)}: <code>{task.checkpoint}</code></> : "no checkpoint"}
+        {task.not_published && <div>iteration {count(task.not_published.iteration)} is not published: loss {task.not_published.loss}</div>}</dd>
     </dl>
   </Section>
 }
