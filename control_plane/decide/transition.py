@@ -7,13 +7,13 @@ level-triggered: a second call yields nothing, so a new leader needs no special 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from ...events.records.decisions import TaskEnded
+from ...events.records.decisions import TaskEnded, TaskPlaced
 from ...events.records.orders import PublishCheckpoint, Quiesce, Reconfigure, Resume
 from ...events.records.types import Body, Member, QuiesceMode, Seat
 from ..incidents.lifecycle import close_incident, end_incident, network_incident, open_incidents
 from ..state.cluster import ClusterState
-from ..state.members import is_pinned
-from ..state.task import Phase, Rank, Task
+from ..state.members import is_pinned, only_publication_left
+from ..state.task import Checkpoint, Phase, Rank, Task
 from . import memory_checkpoints
 from .membership import expected_positions, next_membership
 from .preemption import (
@@ -22,6 +22,7 @@ from .preemption import (
     is_starting,
     may_end,
     may_order_save,
+    num_failed_orders,
     num_unsaved,
     position_to_save,
     save_not_ordered,
@@ -89,6 +90,11 @@ def seats_differ(state: ClusterState, task: Task) -> bool:
         return False
     newcomer = any(_ready(task.ranks.get(seat.rank), seat) for seat in task.target)
     return newcomer or (any(keeps) and not all(keeps))
+
+
+def output_moved(state: ClusterState, task: Task) -> bool:
+    """An operator has moved the output: the next generation saves there."""
+    return task.moved_in == task.generation and task.failed_s < 0
 
 
 def no_slots(state: ClusterState, task: Task) -> bool:
@@ -171,6 +177,8 @@ def _quiesce(state: ClusterState, task: Task, mode: QuiesceMode) -> Quiesce:
         save=bool(saving),
         ranks=tuple(rank.rank for rank in living),
         saving=tuple(position_to_save(task, rank) for rank in saving),
+        save_attempt=num_failed_orders(task) if saving else 0,
+        output=task.output if task.moved_in >= 0 else "",
     )
 
 
@@ -195,6 +203,7 @@ def reconfigure(state: ClusterState, task: Task) -> Iterator[Body]:
         keepers=stores.keepers,
         stores=stores.stores,
         copies_bytes_max=state.policy.copies_bytes_max,
+        output=task.output if task.moved_in >= 0 else "",
     )
 
 
@@ -218,6 +227,7 @@ TABLE: tuple[Row, ...] = (
     Row("training", no_root_cause, quiesce_now, "quiescing"),
     Row("training", no_slots, quiesce_boundary, "quiescing"),
     Row("training", seats_differ, quiesce_boundary, "quiescing"),
+    Row("training", output_moved, quiesce_boundary, "quiescing"),
     Row("quiescing", boundary_disturbed, quiesce_now, "quiescing"),
     Row("quiescing", save_not_ordered, quiesce_again, "quiescing"),
     Row("quiescing", every_member_quiesced, reconfigure, "reconfiguring"),
@@ -333,33 +343,42 @@ def _start(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def _publish(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Order the writer's node to publish; if it is gone, another publishes a final checkpoint."""
-    if task.spec.training is None:
-        return
-    output = task.spec.training.output
+    """Order the writer's node to publish; if it is gone, another publishes a final checkpoint. What
+    was refused is ordered again when its pause is over."""
     if task.saved is not None and task.members:
         first = task.member(task.saver)
-        name = first.slot.node if first is not None else task.members[0].node
-        yield PublishCheckpoint(
-            nodes=(name,),
-            task=task.id,
-            generation=task.saved.generation,
-            output=output,
-            path=task.saved.path,
+        yield _publication(
+            task, task.saved, first.slot.node if first is not None else task.members[0].node
         )
     for waiting in list(task.publishing.values()):
         node = state.nodes.get(waiting.node)
         gone = node is None or node.health in ("lost", "left") or node.replace
-        healthy = (name for name in sorted(state.nodes) if state.nodes[name].health == "healthy")
-        other = next(healthy, "") if waiting.final and gone else ""
+        other = next(iter(_healthy(state)), "") if waiting.final and gone else ""
         if other:
-            yield PublishCheckpoint(
-                nodes=(other,),
-                task=task.id,
-                output=output,
-                generation=waiting.generation,
-                path=waiting.path,
-            )
+            yield _publication(task, waiting, other)
+    if task.refused is not None and f"publish/{task.id}" not in state.deadlines:
+        names = _healthy(state)
+        # every second time another node: the fault may be the writer's
+        failed = task.failed_saves.get("publication")
+        tries = failed.num_orders if failed is not None else 1
+        is_other = tries % 2 == 0 or task.refused.node not in names
+        if names:
+            name = names[tries // 2 % len(names)] if is_other else task.refused.node
+            yield _publication(task, task.refused, name)
+
+
+def _publication(task: Task, saved: Checkpoint, node: str) -> PublishCheckpoint:
+    return PublishCheckpoint(
+        nodes=(node,),
+        task=task.id,
+        generation=saved.generation,
+        output=saved.output or task.output,
+        path=saved.path,
+    )
+
+
+def _healthy(state: ClusterState) -> list[str]:
+    return [name for name in sorted(state.nodes) if state.nodes[name].health == "healthy"]
 
 
 def _finish(state: ClusterState, task: Task) -> Iterator[Body]:
@@ -380,7 +399,10 @@ def _finish(state: ClusterState, task: Task) -> Iterator[Body]:
         ):
             yield stop_rank(task, rank, state.policy.stop_s_max, "the task is done")
     final = task.checkpoint is not None and task.checkpoint.final
-    if not task.ranks and final and not task.publishing and task.saved is None:
+    if only_publication_left(task) and task.target:
+        yield TaskPlaced(task=task.id, seats=(), why="only its last publication is left")
+    is_pending = task.publishing or task.saved is not None or task.refused is not None
+    if not task.ranks and final and not is_pending:
         yield from end_incident(state, task, "the task is finished")
         yield TaskEnded(
             task=task.id,

@@ -7,11 +7,12 @@ from ...events.records import reports as r
 from ...events.records import types as t
 from ...events.records.codec import encode_record
 from ...events.records.envelope import Record
+from ...events.timing import save_pause_s
 from ..state.cluster import ClusterState
 from ..state.memory_checkpoints import whole_checkpoints
 from ..state.node import Node
-from ..state.task import Checkpoint, Task
-from .edits import close_orders, forget_store, set_stores
+from ..state.task import Checkpoint, FailedSave, Rank, Task
+from .edits import clear_deadline, close_orders, forget_store, set_deadline, set_stores
 
 
 # --- checkpoints on disk ---
@@ -20,21 +21,57 @@ def checkpoint_saved(
 ) -> None:
     if body.generation != task.generation:
         return
-    ways = [task.saved, task.checkpoint, *task.publishing.values()]
     if any(
-        way is not None
-        and way.generation == body.generation
-        and way.step_version > body.step_version
-        for way in ways
+        way.generation == body.generation and way.step_version > body.step_version
+        for way in task.complete_checkpoints
     ):
         return  # another rank took over the save and has saved a newer state
-    output = task.spec.training.output if task.spec.training is not None else ""
+    output = body.output or task.output
     task.saved = Checkpoint(
         generation=body.generation,
         step_version=body.step_version,
         path=body.path.removeprefix(output).lstrip("/"),
         final=body.final,
+        output=output if output != task.output else "",
     )
+    drop_refused(state, task)
+
+
+def save_failed(
+    state: ClusterState, record: Record, task: Task, rank: Rank, body: r.CheckpointFailed
+) -> None:
+    """Keep what could not be saved, until it is. If an order has asked for the save, because the
+    task loses its slots, it is given again after a pause."""
+    if not body.why:
+        task.failed_saves.pop(body.what, None)
+        return
+    before = task.failed_saves.get(body.what)
+    order = task.quiesce_order if task.phase == "quiescing" and task.savers else 0
+    failed = FailedSave(
+        what=body.what,
+        since_s=record.at_s if before is None else before.since_s,
+        seq=record.seq,
+        generation=body.generation,
+        step_version=body.step_version,
+        path=body.path,
+        rank=rank.rank,
+        node=rank.slot.node,
+        why=body.why,
+        errno=body.errno,
+        final=body.final,
+        order=order,
+        num_orders=int(order > 0),
+    )
+    if before is not None:
+        is_same = (before.generation, before.step_version) == (body.generation, body.step_version)
+        # Of one save the first reason counts; others follow from it.
+        if is_same and before.rank != body.rank and (before.errno or not body.errno):
+            failed = replace(before, seq=record.seq, order=order, final=body.final)
+        if order:
+            failed = replace(failed, num_orders=before.num_orders + (before.order != order))
+    task.failed_saves[body.what] = failed
+    if order and body.what == "checkpoint":
+        set_deadline(state, f"save/{task.id}", save_pause_s(max(failed.num_orders, 1)))
 
 
 def checkpoint_published(
@@ -47,6 +84,73 @@ def checkpoint_published(
         del task.publishing[order]
         state.orders.pop(order, None)
     task.checkpoint = published
+    for what in ("checkpoint", "publication"):
+        failed = task.failed_saves.get(what)
+        if failed is not None and (
+            published.step_version >= failed.step_version
+            or published.generation > failed.generation
+        ):
+            del task.failed_saves[what]
+
+
+def publication_refused(
+    state: ClusterState, record: Record, task: Task, refused: Checkpoint, body: r.OrderRefused
+) -> None:
+    """The files are there: publish them after a pause, unless a later checkpoint is to be."""
+    if task.saved is not None or any(order > body.order for order in task.publishing):
+        return
+    before = task.failed_saves.get("publication")
+    num_orders = 1 + (before.num_orders if before is not None else 0)
+    task.refused = refused
+    task.failed_saves["publication"] = FailedSave(
+        what="publication",
+        since_s=record.at_s if before is None else before.since_s,
+        seq=record.seq,
+        generation=refused.generation,
+        step_version=refused.step_version,
+        path=refused.output or task.output,
+        rank=-1,
+        node=body.node,
+        why=body.why,
+        errno=body.errno,
+        final=refused.final,
+        order=body.order,
+        num_orders=num_orders,
+    )
+    set_deadline(state, f"publish/{task.id}", save_pause_s(num_orders))
+
+
+def drop_refused(state: ClusterState, task: Task) -> None:
+    """A later checkpoint is to be published, or none."""
+    task.refused = None
+    clear_deadline(state, f"publish/{task.id}")
+
+
+def output_set(state: ClusterState, record: Record, task: Task, body: r.TaskOutputSet) -> None:
+    """The next generation saves to another folder; what is complete stays where it is. A save that
+    has failed before the task leaves its slots is ordered again at once."""
+    old, train, loop = task.output, task.spec.train, task.spec.loop
+    if not old or body.output in ("", old):
+        return
+    moved = {
+        name: replace(way, output=old)
+        for name in ("saved", "checkpoint", "refused")
+        if (way := getattr(task, name)) is not None and not way.output
+    }
+    for name, way in moved.items():
+        setattr(task, name, way)
+    task.publishing = {
+        order: way if way.output else replace(way, output=old)
+        for order, way in task.publishing.items()
+    }
+    task.spec = replace(
+        task.spec,
+        train=replace(train, output=body.output) if train is not None else None,
+        loop=replace(loop, output=body.output) if loop is not None else None,
+    )
+    task.moved_in = task.generation
+    if task.is_save_repeated:
+        task.savers = []
 
 
 def publish_ordered(
@@ -54,7 +158,7 @@ def publish_ordered(
 ) -> None:
     known = [
         x
-        for x in (task.saved, *task.publishing.values())
+        for x in (task.saved, task.refused, *task.publishing.values())
         if x is not None and (x.generation, x.path) == (body.generation, body.path)
     ]
     if not known:
@@ -63,6 +167,8 @@ def publish_ordered(
         del task.publishing[order]
         close_orders(state, [order])
     node = body.nodes[0] if body.nodes else ""
+    if known[0] is task.refused:
+        drop_refused(state, task)
     task.publishing[record.seq], task.saved = replace(known[0], node=node), None
     state.orders[record.seq] = encode_record(record)
 
@@ -109,6 +215,11 @@ def checkpoint_stored(state: ClusterState, record: Record, body: r.MemoryCheckpo
                 for one in task.copies
                 if one.generation == task.generation or one.num_shares == whole.num_shares
             ]
+    failed = task.failed_saves.get("copy")
+    if failed is not None and any(
+        whole.step_version >= failed.step_version for whole in whole_checkpoints(task.copies)
+    ):
+        del task.failed_saves["copy"]
 
 
 def checkpoints_lost(
@@ -144,6 +255,7 @@ def stores_ordered(
     task.keep_order = record.seq
     state.orders[record.seq] = encode_record(record)
     set_stores(task, body.keepers, body.stores)
+    task.failed_saves.pop("copy", None)
 
 
 def drop_ordered(

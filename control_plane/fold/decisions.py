@@ -11,7 +11,13 @@ from ..incidents.node_incidents import update_undecided
 from ..incidents.severity import worst
 from ..state.cluster import NUM_INCIDENTS_MAX, ClusterState
 from ..state.incident import NUM_FAILURES_MAX, Incident
-from ..state.members import awaited, is_pinned, is_standby, is_starting
+from ..state.members import (
+    awaited,
+    is_pinned,
+    is_standby,
+    is_starting,
+    only_publication_left,
+)
 from ..state.node import Occupant
 from ..state.task import Rank, Task
 from ..throughput.calibration import learn_slot
@@ -209,6 +215,8 @@ def plan_chosen(state: ClusterState, record: Record, body: d.PlanChosen) -> None
 def task_placed(state: ClusterState, record: Record, task: Task, body: d.TaskPlaced) -> None:
     task.target = body.seats
     task.why = ""
+    if only_publication_left(task):
+        state.replan = f"task {task.spec.name} needs no slots any more"
     if body.seats and task.phase == "idle":
         transition_began(state, task)
         edits.set_phase(state, task, "starting")
@@ -239,6 +247,9 @@ def task_ended(state: ClusterState, record: Record, task: Task, body: d.TaskEnde
         ],
     )
     task.copies, task.keepers, task.stores = [], (), ()
+    task.refused, task.failed_saves = None, {}
+    for what in ("publish", "save"):
+        edits.clear_deadline(state, f"{what}/{task.id}")
     edits.set_members(task, ())
     task.target, task.incident, task.faults = (), 0, []
     if body.outcome != "finished":  # its disabled slots are not confirmed as the cause
@@ -337,6 +348,8 @@ def reconfigure_ordered(
     task.axes = body.axes
     task.failed_s, task.mode, task.finished, task.saved = -1.0, "", [], None
     task.savers = []
+    for what in ("copy", "export"):  # the members of the generation tell anew
+        task.failed_saves.pop(what, None)
     task.stalls, task.slow_iterations = {}, {}
     for rank in task.living_members():
         rank.state = "member"

