@@ -66,7 +66,7 @@ class Publisher:
                         path=order.path,
                     )
             except (OSError, subprocess.TimeoutExpired) as error:  # also TimeoutError
-                raise PublishRefused(str(error) or "no answer from disk") from None
+                raise PublishRefused(str(error) or "no answer from disk") from error
 
 
 class _Note(Struct, frozen=True, kw_only=True):

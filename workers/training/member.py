@@ -13,13 +13,15 @@ import torch
 from ...events.errors import UsageError
 from ...events.records import reports
 from ...events.records.orders import Quiesce, Reconfigure, Resume, StartRank
+from ...events.records.types import SaveKind
 from ...events.spec.job import Train, is_url
 from ...events.spec.model import Axes
 from ...events.spec.parallelism import coordinates, layout_in_words, num_positions, replica
 from ..ipc.progress_page import OUTSIDE_CODE, ProgressWriter
 from .checkpoint import checkpoint, memory_checkpoint
+from .checkpoint.final_save import save_at_end
 from .checkpoint.memory_checkpoint import StoreOrder
-from .checkpoint.saver import OwnFormat, Save, Saver, can_save
+from .checkpoint.saver import Format, OwnFormat, Save, Saver, can_save
 from .communicators.communicators import ABORTED, Communicators
 from .model import cpu_device, determinism, training_state
 from .model import trainee as model
@@ -132,11 +134,8 @@ class Member:
         )
         self.iteration.copy_status = lambda: self.copier.status(self._current_stores())
         self.savers = [
-            Saver(form, exclude_new_sockets=self.exclude_new_sockets, note=self.trace.note)
-            for form in (
-                OwnFormat(self.train.output, self.train.checkpoint_every, start.task, control.tell),
-                *work.exports,
-            )
+            self._own_saver(self.train.output),
+            *(self._saver(form, "export") for form in work.exports),
         ]
         self.iteration.before_change = self._detach_snapshots
         self.iteration.is_read_after = self._is_read_after
@@ -209,6 +208,7 @@ class Member:
             self._tear_down()
             self.joined = False
         self.generation = order.generation
+        self._save_to(order.output)
         self.resume_iteration = None
         self.members, self.rendezvous = ranks, order.store
         self.stores = StoreOrder.of(order, self.start.slot.node)
@@ -351,9 +351,7 @@ class Member:
             outcome = self.iteration.check_end(is_standby=self.is_standby) or outcome
         self._report_progress()
         if outcome == "stepped":
-            if not self.is_standby:
-                self._save(self._all_positions(), final=True)
-            outcome = self.iteration.meet()
+            outcome = save_at_end(self.savers, self._save_final, self.iteration, self._hold_state)
             if outcome == "stepped":
                 self._finish()
                 return True
@@ -481,21 +479,70 @@ class Member:
     def _all_positions(self) -> tuple[int, ...]:
         return tuple(range(num_positions(self.axes)))
 
-    def _checkpoint(self, saving: tuple[int, ...]) -> Save:
-        return Save(self.generation, self.step_version, saving, self.rendezvous)
+    def _checkpoint(self, saving: tuple[int, ...], attempt: int = 0) -> Save:
+        return Save(self.generation, self.step_version, saving, self.rendezvous, attempt)
 
-    def _save(self, saving: tuple[int, ...], *, final: bool) -> None:
-        """Save before returning, in Unicron's own format alone if the member is preempted. The
-        first member waits for the others, unless there is an order to stop."""
+    def _saver(self, form: Format, what: SaveKind) -> Saver:
+        return Saver(
+            form,
+            what,
+            self.start,
+            tell=self.control.tell,
+            exclude_new_sockets=self.exclude_new_sockets,
+            note=self.trace.note,
+        )
+
+    def _own_saver(self, output: str) -> Saver:
+        every, task = self.train.checkpoint_every, self.start.task
+        return self._saver(OwnFormat(output, every, task, self.control.tell), "checkpoint")
+
+    def _save_to(self, output: str) -> None:
+        """An order may name another folder for Unicron's own checkpoints. An older save ends in
+        the old one."""
+        if output and not self.savers[0].is_at(output):
+            self.savers[0] = self._own_saver(output)
+            log.info("checkpoints go to another folder", output=output)
+
+    def _save(self, saver: Saver, save: Save, *, final: bool) -> bool:
+        """Save before returning; False if this failed. The first member waits for the others,
+        unless there is an order to stop."""
         stops = ("now",) if final else ("now", "boundary")
-        for saver in self.savers if final else self.savers[:1]:
-            saver.save(
-                self.trainee,
-                self.history,
-                self._checkpoint(saving),
-                final=final,
-                must_stop=lambda: self.control.pending_quiesce(self.generation) in stops,
-            )
+        return saver.save(
+            self.trainee,
+            self.history,
+            save,
+            final=final,
+            must_stop=lambda: self.control.pending_quiesce(self.generation) in stops,
+        )
+
+    def _save_final(self, saver: Saver, num_failures: int) -> bool:
+        self.pulse.mark("boundary", OUTSIDE_CODE)
+        # an order to save before the task leaves counts its attempts from 0 up
+        save = self._checkpoint(self._all_positions(), -1 - num_failures)
+        return self.is_standby or self._save(saver, save, final=True)
+
+    def _hold_state(self, pause_s: float) -> None:
+        """The final state could not be saved. Put it into the checkpoint stores, unless they have
+        it, and wait."""
+        self.pulse.mark("boundary", OUTSIDE_CODE)
+        for saver in self.savers:
+            saver.discard_leftover()
+        stores = self._current_stores()
+        if not self.is_standby and not self.copier.has_sent(
+            self.generation, self.step_version, stores
+        ):
+            self._copy_now(self._all_positions())
+        self.control.wait_for_quiesce(self.generation, pause_s)
+
+    def _copy_now(self, saving: tuple[int, ...]) -> None:
+        self.copier.copy_now(
+            self.trainee,
+            self.step_version,
+            self.history,
+            self.generation,
+            self._current_stores(),
+            saving,
+        )
 
     def _finish(self) -> None:
         # The outcome of this second barrier does not matter. Without it, a member could exit while
@@ -526,6 +573,7 @@ class Member:
     def _report_quiesced(self, order: Quiesce | None = None) -> None:
         """Save if ordered, and report Quiesced in reply to `order` or to a later order to stop."""
         order = self.control.discard_orders(self.generation) or order
+        self._save_to(order.output if order is not None else "")
         if order is not None and order.save and self.start.rank in order.ranks:
             self._save_on_preemption(order, order.ranks.index(self.start.rank))
         self.control.tell(
@@ -547,15 +595,9 @@ class Member:
         if index >= len(saving) or self.step_version == NO_STATE:
             return
         if saving[index] == self.trainee.place and can_save(self.trainee, saving):
-            self.copier.copy_now(
-                self.trainee,
-                self.step_version,
-                self.history,
-                self.generation,
-                self._current_stores(),
-                saving,
-            )
-            self._save(saving, final=False)
+            self._copy_now(saving)
+            save = self._checkpoint(saving, order.save_attempt)
+            self._save(self.savers[0], save, final=False)
         else:
             log.warning(
                 "checkpoint not saved",

@@ -180,5 +180,6 @@ def test_a_disk_that_fills_on_one_member_is_one_warning(drive: Drive, twin: Twin
     driver.finish(RANKS)
     assert 8 not in [one.step_version for one in driver.told(r.CheckpointSaved)]
     warnings = [driver.started[rank].log.read_text().count("not saved") for rank in RANKS]
-    assert warnings == [0, 0, 1, 0]
+    assert warnings == [1, 0, 1, 0], "the first member tells of the checkpoint, rank 2 of its share"
+    assert {one.rank for one in driver.told(r.CheckpointFailed)} == {0, 2}
     assert twin(0.0).is_equal(driver.final_checkpoint())

@@ -22,6 +22,7 @@ KINDS = (
     reports.LossNotFinite,
     reports.MemoryCheckpointStored,
     reports.CheckpointSaved,
+    reports.CheckpointFailed,
     reports.RankFinished,
     reports.InMemoryRecoveryDeclined,
 )

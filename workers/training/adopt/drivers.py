@@ -4,11 +4,14 @@ Without an agent, or if in-memory recovery does not support the loop, the same i
 fault then ends the processes, and the agent or launcher that started them restarts them.
 """
 
+from __future__ import annotations
+
 import os
 import shutil
 import socket
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
+from time import sleep
 
 import structlog
 import torch
@@ -23,7 +26,9 @@ from ....events.spec.parallelism import is_plain
 from ...ipc.pipe_protocol import Unpacker
 from ...ipc.progress_page import ProgressWriter
 from ..checkpoint import checkpoint
+from ..checkpoint.final_save import save_at_end
 from ..checkpoint.restart_memory import RestartMemory
+from ..checkpoint.save_reports import SaveReports
 from ..communicators.communicators import Communicators
 from ..model import cpu_device, optimizers
 from ..model.trainee import TrainingModel
@@ -90,9 +95,8 @@ class RestartOnlyDriver:
         if not is_plain(work.train.parallel.largest):
             work.begin(with_shards(trainee), part_builder(work, self.communicators, device))
         self.history = History()
-        self._checkpoint = RestartCheckpoint(
-            work.train, trainee, environment.get("UNICRON_TASK", "")
-        )
+        task = environment.get("UNICRON_TASK", "")
+        self._checkpoint = RestartCheckpoint(work.train, trainee, task, self._reports(start))
         self._memory: RestartMemory | None = None
         if start is not None and work.train.copy_every:
             self._memory = RestartMemory(
@@ -115,6 +119,11 @@ class RestartOnlyDriver:
         claims = [self.iteration.claim() for _ in range(num)]
         share = settle(claims, self._train.num_micro_batches, axes).shares[self._place]
         self.iteration.take(self.settled, share, 1, begun=False)
+
+    def _reports(self, start: StartRank | None) -> SaveReports | None:
+        if start is None:
+            return None
+        return SaveReports(start, "export", self.control.tell, is_unknown=start.attempt > 1)
 
     def _axes(self, num: int) -> Axes:
         """The first layout of the spec with `num` ranks."""
@@ -180,13 +189,20 @@ class RestartOnlyDriver:
             outcome = self.iteration.run()
             if outcome not in ("stepped", "boundary"):
                 raise RuntimeError(self.iteration.reduction.why)
-            if self._place == 0:
-                self._checkpoint.save(self.iteration, self.history)
+            if self.iteration.step_version == self._train.iterations:
+                outcome = save_at_end([self._checkpoint], self._save, self.iteration, sleep)
+                if outcome != "stepped":
+                    raise RuntimeError(self.iteration.reduction.why)
+            else:
+                self._save(self._checkpoint)
             self._store()
             yield self.iteration.step_version - 1
         # A peer fails if this process exits before the peer has received the last message.
         self.iteration.meet()
         self.iteration.meet()
+
+    def _save(self, checkpoint: RestartCheckpoint, num_failures: int = 0) -> bool:
+        return self._place != 0 or checkpoint.save(self.iteration, self.history)
 
     def run_collectively(self, call: Callable[[], None]) -> bool:
         """Run `call` on all members. Raises RuntimeError if a collective fails."""
@@ -200,8 +216,10 @@ class RestartCheckpoint:
     """The last checkpoint of a restart-only task, in folder `task-N` of its output; none without
     an agent, without a folder, or if no rank has the whole state of a known optimizer."""
 
-    def __init__(self, train: Train, trainee: TrainingModel, task: str) -> None:
-        self._train = train
+    def __init__(
+        self, train: Train, trainee: TrainingModel, task: str, reports: SaveReports | None
+    ) -> None:
+        self._train, self._reports = train, reports
         self._folder = ""
         if not (train.output and task):
             return
@@ -228,22 +246,27 @@ class RestartCheckpoint:
         saved = self._saved()
         return checkpoint.load(str(saved[-1]), trainee, history) if saved else 0
 
-    def save(self, iteration: Iteration, history: History) -> None:
-        """If a checkpoint is due, save the current state and remove the previous checkpoints."""
+    def save(self, iteration: Iteration, history: History) -> bool:
+        """If a checkpoint is due, save the current state and remove the previous checkpoints.
+        Returns False if it could not be saved, which is told."""
         at, every = iteration.step_version, self._train.checkpoint_every
         is_last = at == self._train.iterations
         if not self._folder or not (is_last or (every and at % every == 0)):
-            return
-        old = self._saved()
+            return True
+        old, name = self._saved(), f"{self._folder}/iter-{at}"
         try:
-            checkpoint.save(f"{self._folder}/iter-{at}", iteration.trainee, at, history)
+            checkpoint.save(name, iteration.trainee, at, history)
         except checkpoint.NotSaved as error:
-            if is_last:
-                raise
-            log.warning("checkpoint not saved; training continues", iteration=at, why=str(error))
-            return
+            then = "" if is_last else "; training continues"
+            log.warning(f"checkpoint not saved{then}", iteration=at, why=str(error))
+            if self._reports is not None:
+                self._reports.failed(error, 0, at, final=is_last, is_repeated=is_last)
+            return False
+        if self._reports is not None:
+            self._reports.worked(name, 0, at, is_whole=True)
         for folder in old:
             shutil.rmtree(folder, ignore_errors=True)
+        return True
 
     def _saved(self) -> list[Path]:
         """The complete checkpoints, the newest last."""
