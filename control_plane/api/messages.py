@@ -17,6 +17,7 @@ from ..history.history import Output
 from ..history.timeline import Span
 from ..state.incident import Incident
 from ..state.node import Check, Quarantine
+from ..state.task import FailedSave
 from ..throughput.transition_cost import Transition
 from .dry_run import Change
 from .needs import Need
@@ -394,6 +395,7 @@ TaskView = TypedDict(
             "running",
             "degraded",
             "healing",
+            "saving",
             "finishing",
             "finished",
             "failed",
@@ -449,6 +451,10 @@ TaskView = TypedDict(
         "checkpoint_iteration": int,
         "unsaved": int,
         "unpublished": int,
+        "failed_saves": Annotated[
+            list[Annotated[Plain, encoded(FailedSave)]],
+            Meta(description="What cannot be saved now, the final state at the end"),
+        ],
         "copies": list[MemoryCopy],
         "copies_bytes": int,
         "copies_max": int,

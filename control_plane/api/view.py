@@ -116,9 +116,12 @@ def _shown_tasks(state: ClusterState, num_ended: int) -> list[int]:
 
 
 def state_in_words(state: ClusterState, task: Task) -> str:
-    """waiting, starting, running, degraded, healing, finishing, finished, failed or cancelled."""
+    """waiting, starting, running, degraded, healing, saving, finishing, finished, failed or
+    cancelled. saving: it is done, and its final state cannot be saved or published yet."""
     if task.outcome:
         return task.outcome
+    if task.holds_final_state and not task.ending:
+        return "saving"
     if task.ending or task.finished:
         return "finishing"
     incident = state.incidents.get(task.incident)
@@ -309,11 +312,18 @@ def task_view(
         "checkpoint_iteration": task.saved_iteration,
         "unsaved": task.lost_with(),
         "unpublished": max(task.iteration - task.saved_iteration, 0),
+        "failed_saves": _failed_saves(task),
         **_copies(state, task),
         "copy_every": spec.training.copy_every if spec.training is not None else 0,
         "kept_sum": spec.training is None or spec.training.kept_sum,
         "ranks": [_rank(task, task.ranks[key]) for key in sorted(task.ranks)],
     }
+
+
+def _failed_saves(task: Task) -> list[dict[str, Any]]:
+    """What cannot be saved now; the final state comes last."""
+    failed = sorted(task.failed_saves.values(), key=lambda each: (each.final, each.since_s))
+    return [msgspec.to_builtins(each) for each in failed]
 
 
 def _slots_of_task(task: Task) -> dict[str, Any]:
@@ -428,9 +438,11 @@ def _iterations_lost(task: Task) -> int | None:
 
 
 def _steps(task: Task) -> bool:
-    """True if no known fault keeps the task from stepping."""
+    """True if no known fault keeps the task from stepping, and it is not done."""
     living = task.living_members()
     whole = len(living) == len(task.members) and task.failed_s < 0
+    if task.holds_final_state:
+        return False
     going = living if task.heals_in_memory else task.ranks.values()
     return task.phase == "training" and whole and not any(rank.is_stopped for rank in going)
 
