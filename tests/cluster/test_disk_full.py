@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loop_driver import EXAMPLE
+from source_changes import changed
 from twins import small
 
 ROOM_BYTES = 64 << 20
@@ -105,3 +108,43 @@ def test_a_full_disk_costs_no_state_and_no_neighbour(
     cluster.wait_steps(healthy)
     assert cluster.losses(healthy), "each iteration was reported once, with one loss"
     cluster.verify()
+
+
+@pytest.mark.thorough
+def test_a_loop_that_restarts_as_a_whole_holds_its_final_state_too(
+    cluster: Any, tmp_path: Path
+) -> None:
+    """Its first process alone saves; the other one waits with it."""
+    script, output = tmp_path / "train.py", tmp_path / "out"
+    script.write_text(
+        changed(
+            EXAMPLE.read_text(),
+            (("calculate_per_token_loss=True", "calculate_per_token_loss=False"),),
+        )
+    )
+    output.mkdir()
+    task = cluster.submit(
+        {
+            "apiVersion": "unicron/v1",
+            "name": "scaled",
+            "slots": {"min": 2, "max": 2},
+            "command": [sys.executable, str(script), "--iterations", "8", "--micro-batches", "4"],
+            "heal": "in-memory",
+            "loop": {"micro_batches": 4, "iterations": 8, "output": str(output)},
+        }
+    )
+    blocked = output / f"task-{task}"
+    blocked.write_text("no folder can be made here")
+    failed = cluster.wait_told(task, "CheckpointFailed", task=task, final=True).body
+    assert (failed.what, failed.rank, failed.step_version) == ("export", 0, 8)
+    assert cluster.task(task)["state"] == "saving"
+    pids = cluster.pids(task)
+    refused = cluster.unicron("checkpoint", "scaled", "--to", str(tmp_path / "other"))
+    assert refused.returncode == 2
+    assert "the processes of scaled save by themselves" in refused.stderr
+    cluster.wait_told(cluster.seq(), "CheckpointFailed", task=task, final=True)
+    assert cluster.kept(task, pids) == set(pids)
+    blocked.unlink()
+    assert cluster.wait_ended(task)["state"] == "finished", cluster.endings(task)
+    assert [one.name for one in output.glob("task-*/iter-*")] == ["iter-8"]
+    assert not cluster.told(task, "IncidentOpened", task=task)
