@@ -456,6 +456,7 @@ def status(
             "running",
             "degraded",
             "healing",
+            "saving",
             "finishing",
             "finished",
             "failed",
@@ -756,6 +757,22 @@ def set_weight(
     reason: Reason = "",
 ) -> None:
     """Set the weight of a task; a new plan follows."""
+
+
+@calls(app, "commands.operate.move_checkpoints", name="checkpoint")
+def checkpoint(
+    task: TaskArg,
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="FOLDER|URL",
+            help="Where its checkpoints go from now on; what is published stays where it is.",
+        ),
+    ],
+    reason: Reason = "",
+) -> None:
+    """Save a task's checkpoints to another folder, for example if the disk is full."""
 
 
 @calls(app, "commands.operate.drain")

@@ -6,6 +6,7 @@ driver may raise anything, including errors of its transport: every error that i
 raised as Unreachable.
 """
 
+import errno
 import importlib.util
 import os
 import shutil
@@ -41,6 +42,21 @@ def as_os_errors(*passing: type[Exception]) -> Generator[None]:
 def reason(error: BaseException) -> str:
     """The reason without the file's name: it does not change while the cause is the same."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def root_of(error: BaseException) -> BaseException:
+    """The operating system's error behind `error`, which torch may raise in its place; `error` if
+    there is none."""
+    at: BaseException | None = error
+    while at is not None and not (isinstance(at, OSError) and at.errno):
+        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
+    return at or error
+
+
+def errno_name(error: BaseException) -> str:
+    """The name of the operating system's error, such as ENOSPC; empty if it is none."""
+    root = root_of(error)
+    return errno.errorcode.get(root.errno or 0, "") if isinstance(root, OSError) else ""
 
 
 def is_installed() -> bool:

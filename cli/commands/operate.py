@@ -12,7 +12,9 @@ from urllib.parse import quote
 import msgspec
 
 from ...control_plane.api import needs
+from ...events import object_storage
 from ...events.errors import UnicronError, UsageError
+from ...events.spec.job import is_url
 from ..cluster.client import Client, Urls, connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
@@ -62,6 +64,21 @@ def set_weight(
         else f"{_who(found)}  weight {weight:g}, as before"
     )
     _show(state, head, followed, _effects(state, followed, view), as_json=as_json)
+
+
+def move_checkpoints(
+    state: StateDir, url: Urls, task: str, to: str, reason: str, *, as_json: bool
+) -> None:
+    """Save the checkpoints of a task to another folder from now on."""
+    if is_url(to) and object_storage.is_installed():
+        object_storage.check_driver(to, "--to")
+    client = connect(state, url)
+    view = pick(client.get("/v1/state")["tasks"], task)
+    output = to if is_url(to) else os.path.abspath(to)
+    followed = _request(client, f"/v1/tasks/{view['id']}/checkpoint", reason, output=output)
+    head = f"{_who(view)}  saves to {output}; until now to {view['output']}"
+    look = f"unicron status {view['name']}{option_for(state)}   "
+    _show(state, head, followed, look=look, as_json=as_json)
 
 
 def drain(

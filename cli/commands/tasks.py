@@ -32,7 +32,7 @@ WAIT_POLL_S = 0.5
 REACHED = {
     "running": ("running", "degraded"),
     "finished": ("finished",),
-    "healed": ("running", "degraded", "finishing", "finished"),
+    "healed": ("running", "degraded", "saving", "finishing", "finished"),
 }
 """The states of a task that each wish is fulfilled by; healed: also no incident is open."""
 

@@ -10,6 +10,8 @@ from ...control_plane.api.needs import (
     lag_s,
     loss_in_words,
     published_in_words,
+    trouble_of_save,
+    unsaved,
 )
 from ..terminal import format as fmt
 from ..terminal.format import Plain
@@ -81,10 +83,13 @@ def task_status(
         ]
     )
     since = f"since {fmt.rfc3339(since_s)} ({fmt.span(max(now_s - since_s, 0.0))})"
-    lines = [
-        f"{task['name']}  {task['state'].upper()} {since}, task {task['id']}, "
-        f"weight {task['weight']:g}"
-    ]
+    state = task["state"].upper()
+    if task["state"] == "saving":
+        failed = task["failed_saves"][-1]
+        since_s = failed["since_s"]
+        state += f", {trouble_of_save(failed)}"
+        since = f"since {fmt.rfc3339(since_s)} ({fmt.span(max(now_s - since_s, 0.0))})"
+    lines = [f"{task['name']}  {state} {since}, task {task['id']}, weight {task['weight']:g}"]
     late_s = lag_s(task, now_s)
     if late_s:
         what = "last progress" if task["progressed_s"] else "no iteration reported; it began"
@@ -98,7 +103,7 @@ def task_status(
         )
         lines += _dumps(task, view)
     lines += _failing(task, now_s)
-    lines += _reasons(task, view["cluster"])
+    lines += _reasons(task, view["cluster"], option)
     lines += fmt.labelled("next", _next(task, view, option))
     if past["read_seq"] < past["last_seq"]:
         so_far = f"{fmt.count(past['read_seq'])} of {fmt.count(past['last_seq'])} records so far"
@@ -147,9 +152,13 @@ def _failing(task: Plain, now_s: float) -> list[str]:
     return lines
 
 
-def _reasons(task: Plain, cluster: Plain) -> list[str]:
-    """Why it is not as it should be: it waits, is slow, restarts as a whole, gets no orders."""
+def _reasons(task: Plain, cluster: Plain, option: str) -> list[str]:
+    """Why it is not as it should be: it waits, is slow, cannot save, restarts as a whole, gets no
+    orders."""
     lines: list[str] = []
+    for failed in task["failed_saves"]:
+        why, do = unsaved(task, failed)
+        lines += fmt.labelled("not saved", fmt.said(f"{task['name']}{why}", do, option))
     if task["why"] or task["needs"]:
         lines += fmt.labelled("why", waits(task))
         lines += computed(cluster) if task["needs"] else []

@@ -17,7 +17,7 @@ from ..history.history import Output
 from ..history.timeline import Span
 from ..state.incident import Incident
 from ..state.node import Check, Quarantine
-from ..state.task import LossSeries
+from ..state.task import FailedSave, LossSeries
 from ..throughput.transition_cost import Transition
 from .dry_run import Change
 from .needs import Need
@@ -440,6 +440,7 @@ TaskView = TypedDict(
             "running",
             "degraded",
             "healing",
+            "saving",
             "finishing",
             "finished",
             "failed",
@@ -507,6 +508,10 @@ TaskView = TypedDict(
         ],
         "unsaved": int,
         "unpublished": int,
+        "failed_saves": Annotated[
+            list[Annotated[Plain, encoded(FailedSave)]],
+            Meta(description="What cannot be saved now, the final state at the end"),
+        ],
         "copies": list[MemoryCopy],
         "copies_bytes": int,
         "copies_max": int,

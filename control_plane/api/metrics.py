@@ -20,7 +20,7 @@ from ...events.log.port import ReaderPort
 from ...events.records.decisions import IncidentClosed, IncidentOpened, PlanChosen
 from ...events.records.envelope import Record
 from ...events.records.reports import IterationsLogged, OutageEnded, TaskProgressed
-from ...events.records.types import Severity
+from ...events.records.types import SaveKind, Severity
 from ..history.usage import CAUSES, SAME_SLOTS, STEPPING, uses, uses_of_no_task
 from ..service.coordinator import Coordinator
 from ..state.cluster import ClusterState, decode_state, encode_state, live_tasks
@@ -53,10 +53,15 @@ GAUGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "tasks": (
         "Tasks by state; ended ones for a time.",
         "state",
-        ("waiting", "starting", "running", "degraded", "healing", "finishing", *ENDED),
+        ("waiting", "starting", "running", "degraded", "healing", "saving", "finishing", *ENDED),
     ),
     "incidents_open": ("Open incidents.", "severity", SEVERITIES),
     "needs_person": ("What needs a person, as `unicron status` tells it.", "what", get_args(What)),
+    "failed_saves": (
+        "Tasks that cannot save or publish, by what it is.",
+        "what",
+        (*get_args(SaveKind), "publication"),
+    ),
     "waf_flops_per_second": (
         "Weighted FLOP/s: achieved now, of the plan, and of the best plan on all slots.",
         "kind",
@@ -301,6 +306,7 @@ def _of_view(shown: dict[str, Any]) -> dict[str, Mapping[str, float]]:
         ),
         "tasks": Sums(task["state"] for task in tasks),
         "incidents_open": Sums(one["severity"] for one in shown["incidents"] if not one["outcome"]),
+        "failed_saves": Sums(one["what"] for task in tasks for one in task["failed_saves"]),
         "needs_person": Sums(one["what"] for one in shown["needs"]),
         "waf_flops_per_second": {
             "achieved": fsum(task["waf"] for task in tasks),

@@ -26,6 +26,7 @@ What = Literal[
     "declined",
     "not ready",
     "no copies",
+    "not saved",
     "stalled",
     "silent",
     "loss",
@@ -42,6 +43,17 @@ INCIDENT_S_MIN = 300.0
 """An incident that is open for longer needs a person."""
 FAILED_S_MAX = 24 * 3600.0
 """A failed task needs a person for so long."""
+ERRNO_WORDS = {
+    "ENOSPC": "disk full",
+    "EDQUOT": "quota used up",
+    "EFBIG": "file size limit reached",
+    "EROFS": "file system read-only",
+    "EACCES": "no permission",
+    "ESTALE": "file system stale",
+    "ENOSYS": "not supported by the file system",
+    "EOPNOTSUPP": "not supported by the file system",
+    "ENOLCK": "no locks on the file system",
+}
 LAG_TIMES, LAG_S_MIN = 3.0, 10.0
 
 
@@ -69,6 +81,7 @@ def needs(view: Plain, now_s: float) -> list[Need]:
             *_nodes(view, now_s),
             *_tasks(view, now_s),
             *_losses(view, now_s),
+            *_unsaved(view, now_s),
             *_blocked_by_drain(view),
             *_incidents(view, now_s),
             *_failures(view, now_s),
@@ -351,6 +364,62 @@ def _task(
         else:
             why = f": no iteration reported since it began {span(late_s)} ago"
         yield "silent", why, "logs TASK -f", now_s - late_s
+
+
+def _unsaved(view: Plain, now_s: float) -> Iterator[Need]:
+    """Saves that fail. A store that goes is replaced within seconds, so it needs nobody at once."""
+    for task in view["tasks"]:
+        for failed in task["failed_saves"]:
+            is_copy = failed["what"] == "copy"
+            if is_copy and now_s - failed["since_s"] < AWAY_S_MIN:
+                continue
+            why, do = unsaved(task, failed)
+            yield Need(
+                what="no copies" if is_copy else "not saved",
+                why=f"{task['name']}{why}",
+                do=do,
+                since_s=failed["since_s"],
+                task=task["id"],
+            )
+
+
+def trouble_of_save(failed: Plain) -> str:
+    """`disk full`, or what else is wrong with a save that fails."""
+    word = {"copy": "not stored in memory", "publication": "not published"}
+    return ERRNO_WORDS.get(failed["errno"], word.get(failed["what"], "not saved"))
+
+
+def unsaved(task: Plain, failed: Plain) -> tuple[str, str]:
+    """What could not be saved, behind the task's name, and what to do."""
+    name, path = task["name"], failed["path"]
+    since = f"{trouble_of_save(failed)} since {rfc3339(failed['since_s'])[:19]}Z"
+    if failed["what"] == "copy":
+        store = f" on {path}" if path else ""
+        return (
+            f": no checkpoint store takes its state ({since}){store}: {failed['why']}",
+            f"`unicron status {name}`",
+        )
+    where = f"{path} on {failed['node']}: {failed['why']}"
+    others = f"or end it: `unicron cancel {name}`, which loses what is not published"
+    move = f"`unicron checkpoint {name} --to FOLDER`"
+    if failed["what"] == "publication":
+        begin = " is done, its files are complete" if failed["final"] else ""
+        return f"{begin}: {since}, {where}", "correct it: it is tried again" + (
+            f", at least each minute; {others}" if failed["final"] else ""
+        )
+    if failed["final"]:
+        do = "free room there: it is tried again, at least each minute; "
+        if failed["what"] == "checkpoint":
+            do += f"or move it: {move}; "
+        return f" is done and holds its final state: {since}, {where}", do + others
+    newest = (
+        f"; the newest published has iteration {task['checkpoint_iteration']}"
+        if task["checkpoint"]
+        else "; nothing is published yet"
+    )
+    if failed["what"] == "export":
+        return f": {since}, {where}", "free room there: saves go on"
+    return f": {since}, {where}{newest}", f"free room there: saves go on; or move them: {move}"
 
 
 def not_ready(task: Plain, now_s: float) -> list[Plain]:

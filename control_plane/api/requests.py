@@ -14,7 +14,7 @@ from ...events.errors import UsageError
 from ...events.network_address import is_loopback
 from ...events.records import reports as r
 from ...events.records import types as t
-from ...events.spec.job import WEIGHT_RATIO_MAX, JobSpec, is_url, parse
+from ...events.spec.job import WEIGHT_RATIO_MAX, JobSpec, check_output, is_url, parse
 from ...events.spec.model import Modelled
 from ..fold.edits import find_orphan
 from ..fold.node_health import RECOVERED_S
@@ -30,6 +30,7 @@ NUM_NAMED_MAX = 8
 REASON_CHARS_MAX = 200
 SPEC_BYTES_MAX = 64 << 10
 """Each order to start a rank repeats the spec."""
+OUTPUT_CHARS_MAX = 4_096
 LIVE_TASKS_NUM_MAX = 1_000
 """A plan's cost grows with the live tasks."""
 
@@ -61,6 +62,11 @@ class Drain(Reason, frozen=True, forbid_unknown_fields=True):
 class Weight(Struct, frozen=True, forbid_unknown_fields=True):
     weight: float
     reason: str = ""
+
+
+class Destination(Reason, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    output: str
+    """A whole path or a URL."""
 
 
 class Fault(Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,6 +114,42 @@ def set_weight(state: ClusterState, request: Weight, task: str) -> t.Body:
             "1 is the usual weight; only the ratio counts",
         )
     return r.TaskWeightSet(task=found.id, weight=request.weight, reason=one_line(request.reason))
+
+
+def set_output(state: ClusterState, request: Destination, task: str) -> t.Body:
+    """Let the task save to another folder from now on."""
+    live, output = _live_task(state, task), request.output
+    name = live.spec.name
+    if not live.output:
+        raise Refusal(422, f"{name} is a command: it saves by itself", "change its arguments")
+    if live.declined:
+        raise Refusal(
+            409,
+            f"the processes of {name} save by themselves, to {live.output}",
+            f"free room there, or unicron cancel {name}",
+        )
+    if live.finished:
+        raise Refusal(
+            409,
+            f"the files of {name} are complete in {live.output}: only their publication is left",
+            "unicron status",
+        )
+    check_output(output, "output")
+    if len(output) > OUTPUT_CHARS_MAX or not output.isprintable():
+        raise Refusal(422, "output: is not a plain path or URL", "a folder, or a URL")
+    if not is_url(output) and not output.startswith("/"):
+        raise Refusal(422, f"output: {output} is not a whole path", "begin it with /")
+    if os.path.normpath(output) == os.path.normpath(live.output):
+        raise Refusal(409, f"{name} saves to {output} already", f"unicron status {name}")
+    for other in live_tasks(state):
+        if other is not live and os.path.normpath(other.output) == os.path.normpath(output):
+            raise Refusal(
+                409,
+                f"output: {output} is being written, by task {other.id} ({other.spec.name})",
+                "name another folder",
+            )
+    _check_shared(state, output, "output")
+    return r.TaskOutputSet(task=live.id, output=output, reason=one_line(request.reason))
 
 
 def freeze(state: ClusterState, request: Reason, _: str) -> t.Body:
@@ -341,7 +383,9 @@ def _admit(state: ClusterState, job: JobSpec) -> None:
             f"{state.num_slots_max} slots",
             "lower slots.min, or start more agents first",
         )
-    _check_output(state, job)
+    if job.training is not None:
+        where = "train" if job.train is not None else "loop"
+        _check_shared(state, job.training.output, f"{where}.output")
     live = live_tasks(state)
     if len(live) >= LIVE_TASKS_NUM_MAX:
         raise Refusal(
@@ -372,25 +416,23 @@ def _admit(state: ClusterState, job: JobSpec) -> None:
         )
 
 
-def _check_output(state: ClusterState, job: JobSpec) -> None:
-    """Raises Refusal for an output that only one host has: ranks and publications may be
-    anywhere."""
-    if job.training is None or is_url(job.training.output):
+def _check_shared(state: ClusterState, folder: str, path: str) -> None:
+    """Raises Refusal for an output that only one host has: ranks and publications may be anywhere.
+    `path`: its key in the request."""
+    if is_url(folder):
         return
     hosts = {
         "127.0.0.1" if is_loopback(node.host) else node.host
         for node in state.nodes.values()
         if node.health != "left" and node.host
     }
-    output = PurePosixPath(os.path.normpath(job.training.output))
+    output = PurePosixPath(os.path.normpath(folder))
     if len(hosts) > 1 and not any(
-        output.is_relative_to(os.path.normpath(folder)) for folder in state.policy.shared_folders
+        output.is_relative_to(os.path.normpath(shared)) for shared in state.policy.shared_folders
     ):
-        where = "train" if job.train is not None else "loop"
         raise Refusal(
             422,
-            f"{where}.output: {job.training.output} is not known to be a folder that all "
-            f"{len(hosts)} hosts share",
+            f"{path}: {folder} is not known to be a folder that all {len(hosts)} hosts share",
             "a URL, or a folder in shared_folders of the policy file (docs/guides/hosts.md)",
         )
 

@@ -297,6 +297,12 @@ ROUTES: tuple[Route, ...] = (
     ),
     _writes("/v1/tasks/{task}/cancel", requests.cancel, Reason, "Cancel a task"),
     _writes("/v1/tasks/{task}/weight", requests.set_weight, requests.Weight, "Set a weight"),
+    _writes(
+        "/v1/tasks/{task}/checkpoint",
+        requests.set_output,
+        requests.Destination,
+        "Save checkpoints to another folder",
+    ),
     _writes("/v1/nodes/{nodes}/drain", requests.drain, requests.Drain, "Drain nodes"),
     _writes("/v1/nodes/{nodes}/undrain", requests.undrain, Reason, "Allow tasks on nodes again"),
     _writes(

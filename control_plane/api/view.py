@@ -117,9 +117,12 @@ def _shown_tasks(state: ClusterState, num_ended: int) -> list[int]:
 
 
 def state_in_words(state: ClusterState, task: Task) -> str:
-    """waiting, starting, running, degraded, healing, finishing, finished, failed or cancelled."""
+    """waiting, starting, running, degraded, healing, saving, finishing, finished, failed or
+    cancelled. saving: it is done, and its final state cannot be saved or published yet."""
     if task.outcome:
         return task.outcome
+    if task.holds_final_state and not task.ending:
+        return "saving"
     if task.ending or task.finished:
         return "finishing"
     incident = state.incidents.get(task.incident)
@@ -308,11 +311,7 @@ def task_view(
         "rounding_why": task.rounding_why
         or (task.declined and "after a fault all its processes start again"),
         "reproducible": spec.training.reproducible if spec.training is not None else "rounding",
-        "output": spec.training.output if spec.training is not None else "",
-        "checkpoint": task.checkpoint_path,
-        "checkpoint_iteration": task.saved_iteration,
-        "unsaved": task.lost_with(),
-        "unpublished": max(task.iteration - task.saved_iteration, 0),
+        **_checkpoints(task),
         **_copies(state, task),
         "copy_every": spec.training.copy_every if spec.training is not None else 0,
         "kept_sum": spec.training is None or spec.training.kept_sum,
@@ -358,6 +357,19 @@ def _losses(state: ClusterState, task: Task) -> dict[str, Any]:
         "not_published": {"path": last.path, "iteration": last.step_version, "loss": last.loss}
         if last is not None
         else None,
+    }
+
+
+def _checkpoints(task: Task) -> dict[str, Any]:
+    """Its checkpoints on disk, and what cannot be saved now; the final state comes last."""
+    failed = sorted(task.failed_saves.values(), key=lambda each: (each.final, each.since_s))
+    return {
+        "output": task.output,
+        "checkpoint": task.checkpoint_path,
+        "checkpoint_iteration": task.saved_iteration,
+        "unsaved": task.lost_with(),
+        "unpublished": max(task.iteration - task.saved_iteration, 0),
+        "failed_saves": [msgspec.to_builtins(each) for each in failed],
     }
 
 
@@ -473,9 +485,11 @@ def _iterations_lost(task: Task) -> int | None:
 
 
 def _steps(task: Task) -> bool:
-    """True if no known fault keeps the task from stepping."""
+    """True if no known fault keeps the task from stepping, and it is not done."""
     living = task.living_members()
     whole = len(living) == len(task.members) and task.failed_s < 0
+    if task.holds_final_state:
+        return False
     going = living if task.heals_in_memory else task.ranks.values()
     return task.phase == "training" and whole and not any(rank.is_stopped for rank in going)
 

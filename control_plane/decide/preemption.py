@@ -3,6 +3,7 @@
 from ...events.records.types import Seat
 from ..state.cluster import ClusterState
 from ..state.members import has_layouts, is_complete, is_standby, position_of
+from ..state.memory_checkpoints import whole_checkpoints
 from ..state.task import Rank, Task
 from .processes import may_start
 
@@ -69,6 +70,7 @@ def _was_in_vain(task: Task, able: list[Rank]) -> bool:
         and has_left
         and task.saved is None
         and not task.publishing
+        and not task.is_save_repeated
         and num_unsaved(task) > 0
     )
 
@@ -113,9 +115,22 @@ def may_end(state: ClusterState, task: Task) -> bool:
 
 
 def num_unsaved(task: Task) -> int:
-    """Iterations done since the newest checkpoint, as far as living members have reported."""
+    """Iterations done since the newest checkpoint, as far as living members have reported. If
+    saves fail, in-memory checkpoints count too."""
+    saved = task.kept_iteration
+    if task.is_save_repeated:
+        copied = [whole.step_version for whole in whole_checkpoints(task.copies)]
+        saved = max([saved, *copied])
     versions = [rank.step_version for rank in task.living_members()]
-    return max([0, *(version - task.kept_iteration for version in versions)])
+    return max([0, *(version - saved for version in versions)])
+
+
+def num_failed_orders(task: Task) -> int:
+    """How many orders to save have failed in this generation, in a row."""
+    failed = task.failed_saves.get("checkpoint")
+    if failed is None or not failed.order or failed.generation != task.generation:
+        return 0
+    return failed.num_orders
 
 
 def is_starting(state: ClusterState, task: Task, seat: Seat) -> bool:

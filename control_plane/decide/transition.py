@@ -5,15 +5,15 @@ level-triggered: a second call yields nothing, so a new leader needs no special 
 """
 
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from ...events.records.decisions import TaskEnded
+from ...events.records.decisions import TaskEnded, TaskPlaced
 from ...events.records.orders import PublishCheckpoint, Quiesce, Reconfigure, Resume
 from ...events.records.types import Body, Member, QuiesceMode, Seat
 from ..incidents.blame import judge_progress
 from ..incidents.lifecycle import close_incident, end_incident, network_incident, open_incidents
 from ..state.cluster import ClusterState
-from ..state.members import is_pinned
+from ..state.members import is_pinned, only_publication_left
 from ..state.task import Checkpoint, Phase, Rank, Task
 from . import memory_checkpoints
 from .membership import expected_positions, next_membership
@@ -23,6 +23,7 @@ from .preemption import (
     is_starting,
     may_end,
     may_order_save,
+    num_failed_orders,
     num_unsaved,
     position_to_save,
     save_not_ordered,
@@ -92,6 +93,11 @@ def seats_differ(state: ClusterState, task: Task) -> bool:
         return False
     newcomer = any(_ready(task.ranks.get(seat.rank), seat) for seat in task.target)
     return newcomer or (any(keeps) and not all(keeps))
+
+
+def output_moved(state: ClusterState, task: Task) -> bool:
+    """An operator has moved the output: the next generation saves there."""
+    return task.moved_in == task.generation and task.failed_s < 0
 
 
 def no_slots(state: ClusterState, task: Task) -> bool:
@@ -174,6 +180,8 @@ def _quiesce(state: ClusterState, task: Task, mode: QuiesceMode) -> Quiesce:
         save=bool(saving),
         ranks=tuple(rank.rank for rank in living),
         saving=tuple(position_to_save(task, rank) for rank in saving),
+        save_attempt=num_failed_orders(task) if saving else 0,
+        output=task.output if task.moved_in >= 0 else "",
     )
 
 
@@ -199,6 +207,7 @@ def reconfigure(state: ClusterState, task: Task) -> Iterator[Body]:
         keepers=stores.keepers,
         stores=stores.stores,
         copies_bytes_max=state.policy.copies_bytes_max,
+        output=task.output if task.moved_in >= 0 else "",
     )
 
 
@@ -206,7 +215,7 @@ def _earlier(task: Task) -> tuple[str, ...]:
     """The checkpoints that were published before the last one and may still be there."""
     training = task.spec.training
     keep = training.checkpoint_keep if training is not None else "all"
-    paths = [stored.path for stored in task.stored if stored.is_published]
+    paths = [stored.whole_path for stored in task.stored if stored.is_published]
     if task.checkpoint_path not in paths:
         return ()
     before = paths[: paths.index(task.checkpoint_path)][::-1]
@@ -233,6 +242,7 @@ TABLE: tuple[Row, ...] = (
     Row("training", no_root_cause, quiesce_now, "quiescing"),
     Row("training", no_slots, quiesce_boundary, "quiescing"),
     Row("training", seats_differ, quiesce_boundary, "quiescing"),
+    Row("training", output_moved, quiesce_boundary, "quiescing"),
     Row("quiescing", boundary_disturbed, quiesce_now, "quiescing"),
     Row("quiescing", save_not_ordered, quiesce_again, "quiescing"),
     Row("quiescing", every_member_quiesced, reconfigure, "reconfiguring"),
@@ -350,39 +360,46 @@ def _start(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def _publish(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Order the writer's node to publish; if it is gone, another publishes a final checkpoint."""
-    if task.spec.training is None:
-        return
+    """Order the writer's node to publish; if it is gone, another publishes a final checkpoint. What
+    was refused is ordered again when its pause is over."""
     if task.saved is not None and task.members:
-        first = task.member(task.saver)
-        name = first.slot.node if first is not None else task.members[0].node
+        writer = task.member(task.saver)
+        name = writer.slot.node if writer is not None else task.members[0].node
         yield _publication(task, task.saved, name)
     for waiting in list(task.publishing.values()):
         node = state.nodes.get(waiting.node)
         gone = node is None or node.health in ("lost", "left") or node.replace
-        healthy = (name for name in sorted(state.nodes) if state.nodes[name].health == "healthy")
-        other = next(healthy, "") if waiting.final and gone else ""
+        other = next(iter(_healthy(state)), "") if waiting.final and gone else ""
         if other:
             yield _publication(task, waiting, other)
+    if task.refused is not None and f"publish/{task.id}" not in state.deadlines:
+        names = _healthy(state)
+        # every second time another node: the fault may be the writer's
+        failed = task.failed_saves.get("publication")
+        tries = failed.num_orders if failed is not None else 1
+        is_other = tries % 2 == 0 or task.refused.node not in names
+        if names:
+            name = names[tries // 2 % len(names)] if is_other else task.refused.node
+            yield _publication(task, task.refused, name)
 
 
 def _publication(task: Task, checkpoint: Checkpoint, node: str) -> PublishCheckpoint:
-    assert task.spec.training is not None
     return PublishCheckpoint(
         nodes=(node,),
         task=task.id,
         generation=checkpoint.generation,
-        output=task.spec.training.output,
+        output=checkpoint.output or task.output,
         path=checkpoint.path,
-        remove=_removable(task, checkpoint, task.spec.training.checkpoint_keep),
+        remove=_removable(task, checkpoint),
     )
 
 
-def _removable(task: Task, checkpoint: Checkpoint, keep: int | Literal["all"]) -> tuple[str, ...]:
-    """Those that may go once `checkpoint` is published: not the `keep` newest, and none that a
-    recovery may read before the publication is known."""
-    paths = [stored.path for stored in task.stored]
-    if keep == "all" or checkpoint.path not in paths:
+def _removable(task: Task, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Those that may go once `checkpoint` is published: not the `checkpoint_keep` newest, and none
+    that a recovery may read before the publication is known."""
+    keep = task.spec.training.checkpoint_keep if task.spec.training is not None else "all"
+    paths = [stored.path for stored in task.stored if not stored.output]
+    if keep == "all" or checkpoint.output or checkpoint.path not in paths:
         return ()
     needed = {task.checkpoint_path, checkpoint.path}
     if task.phase != "training":
@@ -390,6 +407,10 @@ def _removable(task: Task, checkpoint: Checkpoint, keep: int | Literal["all"]) -
     needed |= {waiting.path for waiting in task.publishing.values()}
     older = paths[: paths.index(checkpoint.path) + 1]
     return tuple(path for path in older[: max(len(older) - keep, 0)] if path not in needed)
+
+
+def _healthy(state: ClusterState) -> list[str]:
+    return [name for name in sorted(state.nodes) if state.nodes[name].health == "healthy"]
 
 
 def _finish(state: ClusterState, task: Task) -> Iterator[Body]:
@@ -409,7 +430,10 @@ def _finish(state: ClusterState, task: Task) -> Iterator[Body]:
             or (task.final_known and rank.quiesced == task.generation)
         ):
             yield stop_rank(task, rank, state.policy.stop_s_max, "the task is done")
-    if not task.ranks and task.final_known and not task.publishing and task.saved is None:
+    if only_publication_left(task) and task.target:
+        yield TaskPlaced(task=task.id, seats=(), why="only its last publication is left")
+    is_pending = task.publishing or task.saved is not None or task.refused is not None
+    if not task.ranks and task.final_known and not is_pending:
         yield from end_incident(state, task, "the task is finished")
         yield TaskEnded(task=task.id, outcome="finished", why=_finished(task))
 

@@ -84,7 +84,12 @@ def _late_stopped(state: ClusterState, record: Record, task: Task, rest: list[in
 def _late_quiesce(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
     late = _time_out_unanswered(record, task)
     waited = task.mode == "now" or not late  # at a boundary: not while others are late
-    if task.saver >= 0 and waited and all(rank.rank != task.saver for rank in late):
+    if (
+        task.saver >= 0
+        and waited
+        and not task.is_save_repeated
+        and all(rank.rank != task.saver for rank in late)
+    ):
         task.save_late = task.generation
 
 
@@ -142,6 +147,16 @@ def _pause_over(state: ClusterState, record: Record, task: Task, rest: list[int]
     """The rank may start again, which decide orders."""
 
 
+def _save_again(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
+    """The save before the task leaves its slots failed: decide orders it again."""
+    if task.is_save_repeated:
+        task.savers = []
+
+
+def _publish_again(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
+    """The pause after a refused publication is over: without its deadline, decide orders it."""
+
+
 def _names(ranks: list[Rank]) -> str:
     numbers = " ".join(str(rank.rank) for rank in ranks)
     return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
@@ -160,6 +175,8 @@ _LATE: dict[str, Callable[[ClusterState, Record, Task, list[int]], None]] = {
     "evidence": _late_evidence,
     "finish": _late_finish,
     RESTART: _pause_over,
+    "save": _save_again,
+    "publish": _publish_again,
 }
 
 

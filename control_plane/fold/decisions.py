@@ -14,7 +14,14 @@ from ..incidents.node_incidents import update_undecided
 from ..incidents.severity import worst
 from ..state.cluster import NUM_INCIDENTS_MAX, ClusterState
 from ..state.incident import NUM_FAILURES_MAX, Incident, Suspect
-from ..state.members import awaited, count_outstanding, is_pinned, is_standby, is_starting
+from ..state.members import (
+    awaited,
+    count_outstanding,
+    is_pinned,
+    is_standby,
+    is_starting,
+    only_publication_left,
+)
 from ..state.node import Occupant
 from ..state.task import Rank, Task
 from ..throughput.calibration import learn_slot
@@ -281,6 +288,8 @@ def plan_chosen(state: ClusterState, record: Record, body: d.PlanChosen) -> None
 def task_placed(state: ClusterState, record: Record, task: Task, body: d.TaskPlaced) -> None:
     task.target = body.seats
     task.why = ""
+    if only_publication_left(task):
+        state.replan = f"task {task.spec.name} needs no slots any more"
     if body.seats and task.phase == "idle":
         transition_began(state, task)
         edits.set_phase(state, task, "starting")
@@ -311,6 +320,9 @@ def task_ended(state: ClusterState, record: Record, task: Task, body: d.TaskEnde
         ],
     )
     task.copies, task.keepers, task.stores = [], (), ()
+    task.refused, task.failed_saves = None, {}
+    for what in ("publish", "save"):
+        edits.clear_deadline(state, f"{what}/{task.id}")
     edits.set_members(task, ())
     task.target, task.incident, task.faults = (), 0, []
     for slot in task.blamed_slots:  # only its processes have blamed them
@@ -408,6 +420,8 @@ def reconfigure_ordered(
     task.axes = body.axes
     task.failed_s, task.mode, task.finished, task.saved = -1.0, "", [], None
     task.savers = []
+    for what in ("copy", "export"):  # the members of the generation tell anew
+        task.failed_saves.pop(what, None)
     task.stalls, task.slow_iterations = {}, {}
     for rank in task.living_members():
         rank.state = "member"

@@ -9,6 +9,7 @@ from ..incidents.node_incidents import update_undecided
 from ..state.cluster import ClusterState, live_tasks
 from ..state.node import NUM_SLOTS_MAX, Node
 from . import edits
+from .checkpoints import publication_refused
 from .node_health import inherit, update_unhealthy_slots
 from .pauses import pause_restart
 
@@ -141,7 +142,5 @@ def order_refused(state: ClusterState, record: Record, body: r.OrderRefused) -> 
         refused = task.publishing.pop(body.order, None)
         if refused is not None:
             state.orders.pop(body.order, None)
-            if refused.final and not task.final_known:
-                task.ending = task.ending or "failed"
-                task.why = f"the final checkpoint could not be published: {body.why}"
+            publication_refused(state, record, task, refused, body)
             return

@@ -121,9 +121,17 @@ def is_representative(task: Task, rank: Rank) -> bool:
     return task.axes is None or parallelism.is_representative(task.axes, position_of(task, rank))
 
 
+def only_publication_left(task: Task) -> bool:
+    """Whether its processes have ended with all saved, and the publication was refused."""
+    return bool(task.finished) and not task.ranks and "publication" in task.failed_saves
+
+
 def is_pinned(state: ClusterState, task: Task) -> bool:
-    """Whether the plan must not change the task: it has ranks on an unreachable node, or it is a
-    command on unusable slots. To move a running command would lose its unsaved work."""
+    """Whether the plan must not change the task: it has ranks on an unreachable node, it needs no
+    slots any more, or it is a command on unusable slots. To move a running command would lose its
+    unsaved work."""
+    if only_publication_left(task):
+        return True
     if (
         not task.heals_in_memory
         and not task.incident

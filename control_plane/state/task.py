@@ -10,6 +10,7 @@ from ...events.records.types import (
     Member,
     MemoryCheckpoint,
     NodeStores,
+    SaveKind,
     Seat,
     Slot,
     StoreEndpoint,
@@ -218,6 +219,43 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
     """The node that was ordered to publish it."""
     loss: str = ""
     """The loss of its last iteration, if its state is not finite."""
+    output: str = ""
+    """The folder that has it, if that is not the task's output any more."""
+
+    @property
+    def whole_path(self) -> str:
+        """Relative to the output if it is there."""
+        return f"{self.output.rstrip('/')}/{self.path}" if self.output else self.path
+
+
+class FailedSave(Struct, frozen=True, kw_only=True):
+    """Saves of one kind fail, and none has worked since."""
+
+    what: Literal[SaveKind, "publication"]
+    """What is not saved."""
+    since_s: float
+    """When the first one failed."""
+    seq: int
+    """The record of the last failure."""
+    generation: int
+    step_version: int
+    """How many iterations are in the state that was not saved."""
+    path: str
+    """The folder; of an in-memory checkpoint, the node of its store."""
+    rank: int
+    """The rank that could not save; -1: an agent could not publish."""
+    node: str
+    """The node that could not save or publish."""
+    why: str
+    """The reason in words."""
+    errno: str
+    """The name of the operating system's error, such as ENOSPC; empty: it was none."""
+    final: bool
+    """It is the state after the last iteration."""
+    order: int
+    """The order to save before the task leaves its slots, or to publish; 0: no order asked."""
+    num_orders: int
+    """How many orders to save, or to publish, failed in a row."""
 
 
 class LossSeries(Struct, frozen=True, kw_only=True):
@@ -253,12 +291,21 @@ class LossSpike(Struct, frozen=True, kw_only=True):
 
 
 class StoredCheckpoint(Struct, frozen=True, kw_only=True):
-    """A complete checkpoint on disk that may still be there: its `path` relative to the output, its
-    `step_version`, and whether it was published (`is_published`)."""
+    """A complete checkpoint on disk that may still be there."""
 
     path: str
+    """Its folder, relative to the output that has it."""
     step_version: int
+    """How many iterations are in its state."""
     is_published: bool = False
+    """Whether it was published."""
+    output: str = ""
+    """The folder that has it, if that is not the task's output any more."""
+
+    @property
+    def whole_path(self) -> str:
+        """Relative to the output if it is there."""
+        return f"{self.output.rstrip('/')}/{self.path}" if self.output else self.path
 
 
 class Task(Struct, kw_only=True):
@@ -344,6 +391,12 @@ class Task(Struct, kw_only=True):
     stored: list[StoredCheckpoint] = field(default_factory=list[StoredCheckpoint])
     """In the order in which they were reported complete; those that may go are named in several
     orders, and then forgotten."""
+    refused: Checkpoint | None = None
+    """A complete checkpoint whose publication failed; it is ordered again after a pause."""
+    failed_saves: dict[str, FailedSave] = field(default_factory=dict[str, FailedSave])
+    """By what is not saved (`FailedSave.what`)."""
+    moved_in: int = -1
+    """The generation in which an operator moved the output; the next one saves there. -1: never."""
     keepers: tuple[StoreEndpoint, ...] = ()
     """The checkpoint stores that receive its in-memory checkpoints."""
     stores: tuple[NodeStores, ...] = ()
@@ -397,8 +450,36 @@ class Task(Struct, kw_only=True):
     @property
     def final_known(self) -> bool:
         """Whether a complete final checkpoint is saved or published."""
-        ways = [self.saved, self.checkpoint, self.unpublished, *self.publishing.values()]
+        ways = (*self.complete_checkpoints, self.unpublished)
         return any(way is not None and way.final for way in ways)
+
+    @property
+    def complete_checkpoints(self) -> list[Checkpoint]:
+        """Those that are published, or are to be."""
+        ways = (self.saved, self.checkpoint, self.refused, *self.publishing.values())
+        return [way for way in ways if way is not None]
+
+    @property
+    def holds_final_state(self) -> bool:
+        """Whether it is done, and its last checkpoint could not be saved or published."""
+        training = self.spec.training
+        is_done = not self.heals_in_memory or (
+            training is not None and self.iteration >= training.iterations
+        )
+        return is_done and any(failed.final for failed in self.failed_saves.values())
+
+    @property
+    def is_save_repeated(self) -> bool:
+        """Whether the save before the task leaves its slots failed, and is to be ordered again."""
+        failed = self.failed_saves.get("checkpoint")
+        return self.refused is not None or (
+            failed is not None and failed.order == self.quiesce_order > 0
+        )
+
+    @property
+    def output(self) -> str:
+        """The folder of its checkpoints; empty: it has none."""
+        return self.spec.training.output if self.spec.training is not None else ""
 
     @property
     def logged_now(self) -> CommandProgress | None:
@@ -428,8 +509,9 @@ class Task(Struct, kw_only=True):
 
     @property
     def checkpoint_path(self) -> str:
-        """The path of the published checkpoint; empty without one."""
-        return self.checkpoint.path if self.checkpoint is not None else ""
+        """The path of the published checkpoint, relative to the output if it is there; empty
+        without one."""
+        return self.checkpoint.whole_path if self.checkpoint is not None else ""
 
     def lost_with(self, node: str = "") -> int:
         """Iterations that the loss of all processes and of the copies on `node` would cost."""

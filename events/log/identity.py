@@ -211,6 +211,7 @@ AGENT_REPORTS: tuple[type[Body], ...] = (
     reports.StepTimeChanged,
     reports.MemoryCheckpointStored,
     reports.CheckpointSaved,
+    reports.CheckpointFailed,
     reports.CheckpointPublished,
     reports.RankFinished,
     reports.InMemoryRecoveryDeclined,

@@ -319,6 +319,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "state source": _state_source,
     "status": status_in_words,
     "took": lambda body: fmt.ms(body["down_s"] + body["up_s"] + body["settle_s"]),
+    "unsaved": lambda body: f" failed: {body['why']}" if body["why"] else " works again",
     "verdict": lambda verdict: VERDICTS.get(verdict, str(verdict)),
     "where": _where,
     "window": lambda num: f" (of {fmt.count(num)})" if num else " (warming up)",
@@ -371,6 +372,7 @@ TEMPLATES = {
     "NodeReachable": "{node} reachable again",
     "TaskSubmitted": "{:submitted}{:by}",
     "TaskCancelRequested": "task {task}{reason:because}{:by}",
+    "TaskOutputSet": "task {task} saves to {output}{reason:because}{:by}",
     "TaskWeightSet": "task {task} weight {weight:g}{reason:because}{:by}",
     "HealingFrozen": "healing is paused{reason:because}{:by}",
     "HealingResumed": "healing is resumed{reason:because}{:by}",
@@ -419,6 +421,7 @@ TEMPLATES = {
     "MemoryCheckpointStored": _RANK + " step {step_version}, {copy_bytes:~B} in memory on {node}",
     "CheckpointSaved": "task {task} step {step_version}, {ckpt_bytes:~B}, {path}{final:?, final}"
     "{loss:?, loss {loss}: not to be published}",
+    "CheckpointFailed": _RANK + " step {step_version}{final:?, final}: {what} {path}{:unsaved}",
     "CheckpointPublished": "task {task} {path}",
     "RankFinished": _RANK + " at step {step_version}, {forward_calls} forward calls",
     "HealthChanged": "{:devices} {check} {health}{why:because}",

@@ -15,7 +15,7 @@ from msgspec.structs import fields
 
 from ..spec.job import JobSpec, Loop, Train
 from ..spec.model import MegatronModel
-from .orders import PublishCheckpoint, Reconfigure, StartRank
+from .orders import PublishCheckpoint, Quiesce, Reconfigure, StartRank
 from .types import Body
 
 ORDER_FORMAT_VERSION = 1
@@ -59,6 +59,9 @@ ADDED: tuple[Added, ...] = (
     Added(Reconfigure, ("earlier",), Reconfigure, 1, ignorable=True),
     Added(StartRank, ("spec", "model", "exact_sum_bits"), MegatronModel, 1),
     Added(StartRank, ("spec", "loop", "model", "exact_sum_bits"), MegatronModel, 1),
+    Added(Quiesce, ("save_attempt",), Quiesce, 1),
+    Added(Quiesce, ("output",), Quiesce, 1),
+    Added(Reconfigure, ("output",), Reconfigure, 1),
 )
 """Every field of an order that release 0.3.0 does not have. Its default must never change."""
 

@@ -76,6 +76,10 @@ class Quiesce(Body, frozen=True):
     saving: tuple[int, ...] = ()
     """The positions of the ranks that save, in the order of `ranks`, in the layout whose state they
     hold. Empty: `ranks[0]` alone, which has the whole state."""
+    save_attempt: int = 0
+    """How many such orders to save have failed before, in a row."""
+    output: str = ""
+    """As in Reconfigure."""
 
 
 class Reconfigure(Body, frozen=True):
@@ -95,7 +99,7 @@ class Reconfigure(Body, frozen=True):
     dp: int
     checkpoint: str
     """The checkpoint of which each member reads its part if no member and no in-memory checkpoint
-    has the state; empty: start at iteration 0."""
+    has the state; empty: start at iteration 0. Relative to the output, unless it is elsewhere."""
     earlier: tuple[str, ...] = ()
     """Published before it, the newest first: what is read if that one is damaged."""
     copies: tuple[MemoryCheckpoint, ...] = ()
@@ -108,6 +112,8 @@ class Reconfigure(Body, frozen=True):
     """By node of members: which of `keepers` receive their shares. Empty: all."""
     copies_bytes_max: int = 0
     """The memory that each store may use for all tasks, in bytes; 0: its own limit."""
+    output: str = ""
+    """The folder of the checkpoints, if an operator has moved it; empty: that of the spec."""
 
 
 class Resume(Body, frozen=True):

@@ -15,6 +15,7 @@ from .types import (
     Origin,
     RankReport,
     ReceivedState,
+    SaveKind,
     TokenAct,
 )
 
@@ -92,6 +93,15 @@ class TaskWeightSet(OperatorRequest, frozen=True):
     task: int
     weight: float
     reason: str = ""
+
+
+class TaskOutputSet(OperatorRequest, frozen=True):
+    """The task's checkpoints go to `output`, a folder or a URL, from its next generation on."""
+
+    task: int
+    output: str
+    reason: str = ""
+    """Why, as the operator says."""
 
 
 class HealingFrozen(OperatorRequest, frozen=True):
@@ -229,6 +239,10 @@ class OrderRefused(Body, frozen=True):
     node: str
     order: int
     why: str
+    errno: str = ""
+    """The name of the operating system's error, such as ENOSPC, if it was one."""
+    task: int = 0
+    """The task whose checkpoint was not published; 0: it was another order."""
 
 
 # --- sent by an agent or a rank about a rank ----------------------------------------------------
@@ -469,6 +483,28 @@ class CheckpointSaved(Body, frozen=True):
     final: bool
     loss: str = ""
     """The loss of its last iteration, if its state is not finite: it is not to be published."""
+    output: str = ""
+    """The folder that `path` is relative to; empty: that of the task's spec."""
+
+
+class CheckpointFailed(RankReport, frozen=True):
+    """The rank could not save the state at `step_version`. It is reported when saves begin to fail
+    and when the reason changes; the task trains on, and a final save is tried again.
+
+    `path` is the folder, or the node of a checkpoint store. `why` is empty if saves that are not
+    published work again.
+    """
+
+    generation: int
+    step_version: int
+    what: SaveKind
+    """What could not be saved."""
+    path: str
+    why: str
+    errno: str = ""
+    """As in OrderRefused."""
+    final: bool = False
+    """It is the state after the last iteration: the processes keep it until it is saved."""
 
 
 class CheckpointPublished(Body, frozen=True):

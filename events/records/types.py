@@ -63,6 +63,9 @@ def label_error(key: str, value: str) -> str:
     return ""
 
 
+SaveKind = Literal["checkpoint", "export", "copy"]
+"""What a rank saves: a checkpoint that is published; one in Megatron-LM's folder or that a restart
+reads without a publication; a share of an in-memory checkpoint."""
 FaultKind = Literal["rank", "stop", "node"]
 """Faults that can be injected: kill a rank, stop a rank, kill an agent with its ranks."""
 TokenAct = Literal["created", "rotated", "revoked", "enrolled"]

@@ -90,10 +90,11 @@ def is_url(output: str) -> bool:
     return URL.match(output) is not None
 
 
-def _check_output(output: str, path: str) -> None:
+def check_output(output: str, path: str) -> None:
+    """Raises SpecError for a destination that cannot be used. `path`: its key."""
     need(output != "", path, "must name a folder")
-    if found := URL.match(output):
-        scheme, rest = found.groups()
+    if url := URL.match(output):
+        scheme, rest = url.groups()
         need(rest.strip("/") != "", path, f"{output} names no folder")
         need("::" not in output, path, "is a chain of URLs", "name one store")
         need(scheme != "memory", path, "memory:// is visible to one process only")
@@ -668,9 +669,9 @@ def _check_train(train: Train, slots: Slots) -> None:
 
 def _check_stored(work: Train | Loop, path: str) -> None:
     """Checks where checkpoints are written, and which one is read."""
-    _check_output(work.output, f"{path}.output")
+    check_output(work.output, f"{path}.output")
     if work.begin_from:
-        _check_output(work.begin_from, f"{path}.begin_from")
+        check_output(work.begin_from, f"{path}.begin_from")
     if work.checkpoint_keep != "all":
         need_count(work.checkpoint_keep, f"{path}.checkpoint_keep")
 

@@ -474,6 +474,26 @@ def test_a_closed_pipe_is_no_error(log):
     ("body", "told"),
     [
         (r.TaskWeightSet(task=3, weight=2.5, reason="deadline"), "task 3 weight 2.5: deadline"),
+        (
+            r.TaskOutputSet(task=3, output="/new", reason="full", who="ana", role="operate"),
+            "task 3 saves to /new: full; by ana, operate",
+        ),
+        (
+            r.CheckpointFailed(
+                task=3,
+                rank=1,
+                attempt=2,
+                generation=4,
+                step_version=50,
+                what="checkpoint",
+                path="/o/gen-4/iter-50",
+                why="No space left on device",
+                errno="ENOSPC",
+                final=True,
+            ),
+            "task 3 rank 1.2 step 50, final: checkpoint /o/gen-4/iter-50 failed: "
+            "No space left on device",
+        ),
         (r.HealingFrozen(reason="by ana"), "healing is paused: by ana"),
         (r.HealingResumed(), "healing is resumed"),
         (

@@ -296,6 +296,7 @@ def test_every_kind_of_record_is_an_agents_or_is_not() -> None:
         "TaskSubmitted",
         "TaskCancelRequested",
         "TaskWeightSet",
+        "TaskOutputSet",
         "HealingFrozen",
         "HealingResumed",
         "NodeUndrained",

@@ -292,6 +292,7 @@ class SimulatedGeneration:
             return (copy.step_version, copy.digest), "copy", node
         train = self.ranks[0].train
         if self.checkpoint:
-            path = self.checkpoint.removeprefix(train.output).lstrip("/")
-            return self.net.files[train.output, path], "checkpoint", ""
+            output, _, path = self.checkpoint.rpartition("gen-")
+            where = output.rstrip("/") or train.output
+            return self.net.files[where, f"gen-{path}"], "checkpoint", ""
         return (0, first_digest(train)), "seed", ""

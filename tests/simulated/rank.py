@@ -10,6 +10,7 @@ from math import floor, inf
 from statistics import fmean, median
 from typing import Literal
 
+from msgspec.structs import replace
 from simulated.checkpoint_store import COPY_BYTES, SimulatedCheckpoint
 from simulated.environment import Environment
 from simulated.generation import SimulatedGeneration, next_digest
@@ -231,6 +232,7 @@ class SimulatedRank:
         self._keep_whole()
         self._leave()
         self._saving = ()
+        self.train = replace(self.train, output=order.output or self.train.output)
         self.keepers, self._kept_s = self._stores(order), {}
         self.seen, self.phase = order.generation, "meeting"
         self.group = self.net.meet(order)
@@ -252,6 +254,7 @@ class SimulatedRank:
         if order.generation < self.seen or self.phase == "loading":
             return
         self.seen = order.generation
+        self.train = replace(self.train, output=order.output or self.train.output)
         self._saving, self._is_completing = (), False
         if order.save and self.rank in order.ranks[: max(len(order.saving), 1)]:
             place = order.saving[order.ranks.index(self.rank)]
@@ -473,6 +476,7 @@ class SimulatedRank:
                 path=path,
                 ckpt_bytes=12_000,
                 final=final,
+                output=self.train.output,
             )
         )
 

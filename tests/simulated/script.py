@@ -18,6 +18,7 @@ from unicron.events.records.reports import (
     NodeDrained,
     NodeUndrained,
     TaskCancelRequested,
+    TaskOutputSet,
     TaskSubmitted,
 )
 from unicron.events.records.statuses import LINK_FLAPPING
@@ -268,6 +269,8 @@ class SecondFault(World):
         await self._the_network_fails(main)
         await self._it_gives_way(main)
         await self._it_moves(main)
+        await self.ask("output", TaskOutputSet(task=main, output="/elsewhere"))
+        await self._steps(main, 3)
         if self._struck is not None:
             await self._struck
         await self.make_peace()

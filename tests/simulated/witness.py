@@ -267,7 +267,8 @@ class Witness:
     def _publish(self, record: Record, body: o.PublishCheckpoint) -> None:
         task = self.state.tasks[body.task]
         again = any(
-            (x.generation, x.path) == (body.generation, body.path) for x in task.publishing.values()
+            x is not None and (x.generation, x.path) == (body.generation, body.path)
+            for x in (task.refused, *task.publishing.values())
         )
         self._check(record, again or body.generation == task.generation, "of a stale generation")
 

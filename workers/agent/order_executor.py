@@ -9,6 +9,7 @@ from typing import NoReturn
 import structlog
 from msgspec import Struct, msgpack
 
+from ...events import object_storage
 from ...events.log.identity import StoreKeys
 from ...events.records import orders, reports
 from ...events.records.codec import UnknownBody
@@ -581,15 +582,31 @@ class OrderExecutor:
         if rank.process is not None:
             rank.process.signal_group(signal.SIGKILL)
 
+    def _refuse_publication(
+        self, order: orders.PublishCheckpoint, record: Record, error: PublishRefused
+    ) -> None:
+        why = f"checkpoint not published: {error}"
+        _log.warning("order refused", order=record.seq, why=why)
+        self._report(
+            reports.OrderRefused(
+                node=self._node.name,
+                order=record.seq,
+                why=why,
+                errno=object_storage.errno_name(error),
+                task=order.task,
+            ),
+            None,
+        )
+
     # --- checkpoints ----------------------------------------------------------------------------
     async def _publish(self, order: orders.PublishCheckpoint, record: Record, again: bool) -> None:
         try:
             await self._publisher.publish(order, record)
         except Superseded as error:
             if not again:  # else the incarnation that executed the later order answers both
-                self._refuse(record.seq, f"checkpoint not published: {error}")
+                self._refuse_publication(order, record, error)
         except PublishRefused as error:
-            self._refuse(record.seq, f"checkpoint not published: {error}")
+            self._refuse_publication(order, record, error)
         else:
             self._report(
                 reports.CheckpointPublished(task=order.task, order=record.seq, path=order.path),

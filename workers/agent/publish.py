@@ -76,7 +76,7 @@ class Publisher:
                         path=order.path,
                     )
             except (OSError, subprocess.TimeoutExpired) as error:  # also TimeoutError
-                raise PublishRefused(str(error) or "no answer from disk") from None
+                raise PublishRefused(str(error) or "no answer from disk") from error
 
     def begin_removal(self, order: PublishCheckpoint, group: asyncio.TaskGroup) -> None:
         """Remove the order's old checkpoints beside all else: that takes as long as to read a

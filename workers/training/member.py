@@ -2,26 +2,29 @@
 
 import gc
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from time import monotonic as clock
 
 import msgspec
 import structlog
 import torch
+from msgspec.structs import replace
 
 from ...events.errors import UsageError
 from ...events.records import reports
 from ...events.records.orders import Quiesce, Reconfigure, Resume, StartRank
+from ...events.records.types import SaveKind
 from ...events.spec.job import Train, is_url
 from ...events.spec.model import Axes
 from ...events.spec.parallelism import coordinates, layout_in_words, num_positions, replica
 from ..host import output_owner
-from ..host.output_owner import Owner
 from ..ipc.progress_page import OUTSIDE_CODE, ProgressWriter
 from .checkpoint import checkpoint, memory_checkpoint
+from .checkpoint.final_save import save_at_end
 from .checkpoint.memory_checkpoint import StoreOrder
-from .checkpoint.saver import OwnFormat, Save, Saver, can_save
+from .checkpoint.saver import Format, OwnFormat, Save, Saver, can_save
 from .communicators.communicators import ABORTED, Communicators
 from .model import cpu_device, determinism, training_state
 from .model import trainee as model
@@ -95,11 +98,10 @@ class Member:
         device = cpu_device.prepare_device()
         self.communicators = Communicators(environment.get("UNICRON_HOST", "127.0.0.1"), device)
         self.communicators.on_groups = work.on_groups
-        has_url = is_url(self.train.output) or is_url(self.train.begin_from)
-        self.exclude_new_sockets = (
-            self.communicators.exclude_new_sockets if has_url else nullcontext
+        self._owner = output_owner.of_rank(
+            environment, start.task, start.spec.name, self.train.output
         )
-        owner = self._own_output(environment)
+        self._own_output()
         words = work.load()
         axes, place = expected_position(start, self.train)
         # A restarted rank usually receives its state from peers, so it draws no weights.
@@ -135,11 +137,8 @@ class Member:
         )
         self.iteration.copy_status = lambda: self.copier.status(self._current_stores())
         self.savers = [
-            Saver(form, exclude_new_sockets=self.exclude_new_sockets, note=self.trace.note)
-            for form in (
-                OwnFormat(self.train.checkpoint_every, owner, control.tell),
-                *work.exports,
-            )
+            self._own_saver(),
+            *(self._saver(form, "export") for form in work.exports),
         ]
         self.iteration.before_change = self._detach_snapshots
         self.iteration.is_read_after = self._is_read_after
@@ -156,15 +155,17 @@ class Member:
         gc.collect()
         gc.freeze()
 
-    def _own_output(self, environment: Mapping[str, str]) -> Owner:
+    def exclude_new_sockets(self) -> AbstractContextManager[None]:
+        """As in Communicators, if checkpoints are at a URL."""
+        urls = (self._owner.output, self.train.output, self.train.begin_from)
+        is_needed = any(map(is_url, urls))
+        return self.communicators.exclude_new_sockets() if is_needed else nullcontext()
+
+    def _own_output(self) -> None:
         """Try the output, and become its owner. Raises UsageError."""
-        start, output = self.start, self.train.output
-        owner = output_owner.of_rank(environment, start.task, start.spec.name, output)
+        what = f"{'train' if self.start.spec.train else 'loop'}.output"
         with self.exclude_new_sockets():
-            checkpoint.check_output(
-                output, f"{'train' if start.spec.train else 'loop'}.output", owner
-            )
-        return owner
+            checkpoint.check_output(self.train.output, what, self._owner)
 
     def _warn_of_room(self) -> None:
         """Before the first iteration: say that the checkpoints may not fit."""
@@ -230,6 +231,7 @@ class Member:
             self._tear_down()
             self.joined = False
         self.generation = order.generation
+        self._save_to(order.output)
         self.resume_iteration = None
         self.members, self.rendezvous = ranks, order.store
         self.stores = StoreOrder.of(order, self.start.slot.node)
@@ -373,9 +375,7 @@ class Member:
             outcome = self.iteration.check_end(is_standby=self.is_standby) or outcome
         self._report_progress()
         if outcome == "stepped":
-            if not self.is_standby:
-                self._save(self._all_positions(), final=True)
-            outcome = self.iteration.meet()
+            outcome = save_at_end(self.savers, self._save_final, self.iteration, self._hold_state)
             if outcome == "stepped":
                 self._finish()
                 return True
@@ -524,22 +524,79 @@ class Member:
     def _all_positions(self) -> tuple[int, ...]:
         return tuple(range(num_positions(self.axes)))
 
-    def _checkpoint(self, saving: tuple[int, ...]) -> Save:
+    def _checkpoint(self, saving: tuple[int, ...], attempt: int = 0) -> Save:
         loss = self.history.spoilt_by
-        return Save(self.generation, self.step_version, saving, self.rendezvous, loss)
+        return Save(self.generation, self.step_version, saving, self.rendezvous, loss, attempt)
 
-    def _save(self, saving: tuple[int, ...], *, final: bool) -> None:
-        """Save before returning, in Unicron's own format alone if the member is preempted. The
-        first member waits for the others, unless there is an order to stop."""
+    def _saver(self, form: Format, what: SaveKind) -> Saver:
+        return Saver(
+            form,
+            what,
+            self.start,
+            tell=self.control.tell,
+            exclude_new_sockets=self.exclude_new_sockets,
+            note=self.trace.note,
+        )
+
+    def _own_saver(self) -> Saver:
+        form = OwnFormat(self.train.checkpoint_every, self._owner, self.control.tell)
+        return self._saver(form, "checkpoint")
+
+    def _save_to(self, output: str) -> None:
+        """An order may name another folder for Unicron's own checkpoints. An older save ends in
+        the old one."""
+        if output in ("", self._owner.output):
+            return
+        self._owner = replace(self._owner, output=output)
+        if not is_url(output):
+            with suppress(OSError):  # the next save reports it
+                output_owner.claim(Path(output), self._owner)
+        self.savers[0] = self._own_saver()
+        log.info("checkpoints go to another folder", output=output)
+
+    def _save(self, saver: Saver, save: Save, *, final: bool) -> bool:
+        """Save before returning; False if this failed. The first member waits for the others,
+        unless there is an order to stop."""
         stops = ("now",) if final else ("now", "boundary")
-        for saver in self.savers if final else self.savers[:1]:
-            saver.save(
-                self.trainee,
-                self.history,
-                self._checkpoint(saving),
-                final=final,
-                must_stop=lambda: self.control.pending_quiesce(self.generation) in stops,
-            )
+        return saver.save(
+            self.trainee,
+            self.history,
+            save,
+            final=final,
+            must_stop=lambda: self.control.pending_quiesce(self.generation) in stops,
+        )
+
+    def _save_final(self, saver: Saver, num_failures: int) -> bool:
+        self.pulse.mark("boundary", OUTSIDE_CODE)
+        # an order to save before the task leaves counts its attempts from 0 up
+        save = self._checkpoint(self._all_positions(), -1 - num_failures)
+        return self.is_standby or self._save(saver, save, final=True)
+
+    def _hold_state(self, pause_s: float) -> None:
+        """The final state could not be saved. Put it into the checkpoint stores, unless they have
+        it, and wait."""
+        self.pulse.mark("boundary", OUTSIDE_CODE)
+        for saver in self.savers:
+            saver.discard_leftover()
+        stores = self._current_stores()
+        if not self.is_standby and not self.copier.has_sent(
+            self.generation, self.step_version, stores
+        ):
+            self._copy_now(self._all_positions())
+        self.control.wait_for_quiesce(self.generation, pause_s)
+
+    def _copy_now(self, saving: tuple[int, ...]) -> None:
+        """Copy the state to the checkpoint stores, unless it is NaN or infinite."""
+        if self.history.spoilt_by:
+            return
+        self.copier.copy_now(
+            self.trainee,
+            self.step_version,
+            self.history,
+            self.generation,
+            self._current_stores(),
+            saving,
+        )
 
     def _finish(self) -> None:
         # The outcome of this second barrier does not matter. Without it, a member could exit while
@@ -570,6 +627,7 @@ class Member:
     def _report_quiesced(self, order: Quiesce | None = None) -> None:
         """Save if ordered, and report Quiesced in reply to `order` or to a later order to stop."""
         order = self.control.discard_orders(self.generation) or order
+        self._save_to(order.output if order is not None else "")
         if order is not None and order.save and self.start.rank in order.ranks:
             self._save_on_preemption(order, order.ranks.index(self.start.rank))
         self.control.tell(
@@ -591,16 +649,9 @@ class Member:
         if index >= len(saving) or self.step_version == NO_STATE:
             return
         if saving[index] == self.trainee.place and can_save(self.trainee, saving):
-            if not self.history.spoilt_by:
-                self.copier.copy_now(
-                    self.trainee,
-                    self.step_version,
-                    self.history,
-                    self.generation,
-                    self._current_stores(),
-                    saving,
-                )
-            self._save(saving, final=False)
+            self._copy_now(saving)
+            save = self._checkpoint(saving, order.save_attempt)
+            self._save(self.savers[0], save, final=False)
         else:
             log.warning(
                 "checkpoint not saved",

@@ -21,7 +21,7 @@ export const Said = ({ text }: { text: string }) =>
 /** A word with a colour and a sign: nothing is said by colour alone. */
 const SIGNS: Record<string, [string, string]> = {
   running: ["good", "●"], healthy: ["good", "●"], healed: ["good", "✓"], finished: ["good", "✓"],
-  finishing: ["good", "◐"], healing: ["warn", "↻"], degraded: ["warn", "▲"], starting: ["warn", "◐"],
+  saving: ["bad", "!"], finishing: ["good", "◐"], healing: ["warn", "↻"], degraded: ["warn", "▲"], starting: ["warn", "◐"],
   waiting: ["idle", "…"], cancelled: ["idle", "–"], left: ["idle", "–"], drained: ["idle", "⏏"],
   quarantined: ["bad", "⊘"], open: ["bad", "!"], failed: ["bad", "✕"], lost: ["bad", "✕"],
   unhealthy: ["bad", "✕"], unreachable: ["bad", "?"],

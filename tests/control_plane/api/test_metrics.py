@@ -51,6 +51,7 @@ PLAIN = {
     "tasks",
     "incidents_open",
     "needs_person",
+    "failed_saves",
 }
 
 

@@ -159,6 +159,17 @@ BODIES: st.SearchStrategy[t.Body] = st.one_of(
     ),
     st.builds(r.CheckpointPublished, task=st.just(4), order=st.integers(0, 80), path=WORDS),
     _rank(
+        r.CheckpointFailed,
+        generation=SMALL,
+        step_version=SMALL,
+        what=st.sampled_from(["checkpoint", "export", "copy"]),
+        path=WORDS,
+        why=WORDS,
+        errno=st.sampled_from(["", "ENOSPC"]),
+        final=st.booleans(),
+    ),
+    st.builds(r.TaskOutputSet, task=st.just(4), output=WORDS),
+    _rank(
         r.RankStalled,
         generation=SMALL,
         iteration=SMALL,

@@ -398,8 +398,10 @@ def test_a_superseded_final_checkpoint_fails_no_task(d: Driver, task: int) -> No
     assert second > first
     d.tell("n1/1", r.OrderRefused(node="n1", order=first, why="published another since"))
     assert task_of(d, task).ending == ""
+    assert f"publish/{task}" not in d.state.deadlines
     d.tell("n1/1", r.OrderRefused(node="n1", order=second, why="the disk is full"))
-    assert task_of(d, task).ending == "failed"
+    assert task_of(d, task).ending == ""
+    assert f"publish/{task}" in d.state.deadlines, "it is tried again"
 
 
 def test_all_exits_without_a_final_checkpoint_are_a_fault(d: Driver, task: int) -> None:

@@ -29,6 +29,7 @@ def test_the_table_is_closed() -> None:
         ("training", "no_root_cause", "quiescing"),
         ("training", "no_slots", "quiescing"),
         ("training", "seats_differ", "quiescing"),
+        ("training", "output_moved", "quiescing"),
         ("quiescing", "boundary_disturbed", "quiescing"),
         ("quiescing", "save_not_ordered", "quiescing"),
         ("quiescing", "every_member_quiesced", "reconfiguring"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint_stores import LocalKeeper
 from rank_driver import TASK, Drive, Twins
 from unicron.events.records import reports as r
 from unicron.events.records.orders import Quiesce
@@ -270,24 +271,34 @@ def test_a_member_that_has_quiesced_saves_when_asked(drive: Drive, twin: Twins) 
     assert twin(0.1).is_equal(_resumed(drive, driver, saved, [0]))
 
 
-def _limit_files(driver: Any, num_bytes: int) -> None:
-    """Limit the size of the files that rank 0 writes from now on, as a full disk does."""
-    pid = driver.processes[0].popen.pid
+def _limit_files(driver: Any, num_bytes: int, rank: int = 0) -> None:
+    """Limit the size of the files that a rank writes from now on, as a full disk does."""
+    pid = driver.processes[rank].popen.pid
     hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, hard))
 
 
-def test_a_full_disk_is_an_error_only_for_the_final_checkpoint(drive: Drive) -> None:
+def _failed(driver: Any, *, final: bool) -> list[r.CheckpointFailed]:
+    return [one for one in driver.told(r.CheckpointFailed) if one.final == final]
+
+
+def test_a_full_disk_ends_no_rank(drive: Drive, twin: Twins) -> None:
     driver = drive(checkpoint_every=2)
     driver.start(0)
     log, output = driver.processes[0].log, Path(driver.spec.train.output)
     _limit_files(driver, driver.processes[0].ready.state_bytes // 4)
     driver.form([0])
     driver.strike(0, iteration=5, event="forward")
-    (held,) = driver.leave([0], "boundary")[0]
+    *failed, held = driver.leave([0], "boundary")[0]
     assert isinstance(held, r.Quiesced)
     assert not driver.told(r.CheckpointSaved)
-    assert log.read_text().count("checkpoint not saved") >= 2, "the periodic and the final one"
+    assert log.read_text().count("checkpoint not saved") >= 2, "the periodic and the last one"
+    told = _failed(driver, final=False)
+    assert [(one.step_version, one.errno) for one in told] == [
+        (2, "EFBIG"),
+        (held.step_version, "EFBIG"),
+    ], "the first one, and what was ordered"
+    assert set(failed) <= set(told)
     assert list(output.glob("*/*")) == [], "partial checkpoints are removed"
     _limit_files(driver, resource.RLIM_INFINITY)
     saved, _ = driver.leave([0], "now")[0]
@@ -296,10 +307,74 @@ def test_a_full_disk_is_an_error_only_for_the_final_checkpoint(drive: Drive) -> 
 
     _limit_files(driver, driver.processes[0].ready.state_bytes // 4)
     driver.form([0], progress_from=held.step_version)
-    report = driver.wait(r.RankErrored, 0)
-    assert (report.error, report.iteration) == ("NotSaved", ITERATIONS)
-    assert f"{output}/gen-2/iter-{ITERATIONS}: " in report.text.splitlines()[-1]
-    assert driver.processes[0].popen.wait(20) == 1
+    driver.until(lambda: len(_failed(driver, final=True)) == 2, "it is tried again")
+    first, _ = _failed(driver, final=True)
+    assert (first.generation, first.step_version) == (2, ITERATIONS)
+    assert first.path == f"{output}/gen-2/iter-{ITERATIONS}"
+    assert first.why == "File too large"
+    assert driver.processes[0].popen.poll() is None, "it holds the final state"
+    assert driver.told(r.RankFinished) == []
+    _limit_files(driver, resource.RLIM_INFINITY)
+    driver.finish([0])
+    assert twin(0.0).is_equal(driver.final_checkpoint(2))
+
+
+def test_all_members_hold_the_final_state_until_each_has_saved_its_share(
+    drive: Drive, twin: Twins
+) -> None:
+    """One of them cannot write. The state goes to the checkpoint stores meanwhile."""
+    driver = drive()
+    driver.keepers = [LocalKeeper("n1")]
+    driver.start(0, 1)
+    _limit_files(driver, driver.processes[1].ready.state_bytes // 4, rank=1)
+    driver.form([0, 1])
+    driver.until(lambda: {one.rank for one in _failed(driver, final=True)} == {0, 1})
+    driver.until(
+        lambda: (
+            {
+                one.rank
+                for one in driver.told(r.MemoryCheckpointStored)
+                if one.step_version == ITERATIONS
+            }
+            == {0, 1}
+        ),
+        "both have put their shares into memory",
+    )
+    assert [driver.processes[rank].popen.poll() for rank in (0, 1)] == [None, None]
+    _limit_files(driver, resource.RLIM_INFINITY, rank=1)
+    driver.finish([0, 1])
+    output = Path(driver.spec.train.output)
+    assert partial_checkpoints(output) == []
+    assert twin(0.0).is_equal(driver.final_checkpoint(1))
+
+
+def test_the_final_state_goes_to_another_folder(drive: Drive, twin: Twins, tmp_path: Path) -> None:
+    """It is ordered while both members wait to try again."""
+    driver, moved = drive(), tmp_path / "moved"
+    driver.start(0, 1)
+    Path(driver.spec.train.output, "gen-1").write_text("no folder can be made here")
+    driver.form([0, 1])
+    driver.until(lambda: len(_failed(driver, final=True)) >= 3, "the second pause is 4 s")
+    assert {one.errno for one in _failed(driver, final=True)} <= {"ENOTDIR", "EEXIST", ""}
+    begun_s = time.monotonic()
+    driver.order(
+        Quiesce(
+            nodes=("n1",),
+            task=TASK,
+            generation=1,
+            mode="boundary",
+            ranks=(0, 1),
+            output=str(moved),
+        ),
+        [0, 1],
+    )
+    driver.quiesced([0, 1])
+    assert time.monotonic() - begun_s < 3.0, "the pause ends at the order"
+    driver.form([0, 1], progress_from=ITERATIONS)
+    driver.finish([0, 1])
+    (saved,) = driver.told(r.CheckpointSaved)
+    assert (saved.output, saved.path, saved.final) == (str(moved), f"gen-2/iter-{ITERATIONS}", True)
+    assert twin(0.0).is_equal(moved / saved.path)
 
 
 TELLS_AT_ONCE = """

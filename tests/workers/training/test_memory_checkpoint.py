@@ -55,6 +55,7 @@ class Bench:
         self.now_s = 100.0
         self.is_behind = False
         self.told: list[r.MemoryCheckpointStored] = []
+        self.failed: list[r.CheckpointFailed] = []
         self.taken: list[int] = []
         self.done = threading.Event()
         start = StartRank(
@@ -100,8 +101,10 @@ class Bench:
         return not self.copier.status(self.copier._order)[1]  # pyright: ignore[reportPrivateUsage]
 
     def _tell(self, body: Body) -> bool:
-        assert isinstance(body, r.MemoryCheckpointStored)
-        if not self.is_behind:
+        if not self.is_behind and isinstance(body, r.CheckpointFailed):
+            self.failed.append(body)
+        elif not self.is_behind:
+            assert isinstance(body, r.MemoryCheckpointStored)
             self.told.append(body)
         return not self.is_behind
 
@@ -176,6 +179,7 @@ def test_no_memory_for_a_checkpoint_is_logged_once_with_backoff(
             assert not bench.is_stored
             bench.now_s += pause_s + 0.1
     assert [one["event"] for one in logs] == ["in-memory checkpoint not taken"]
+    assert [(one.what, one.path, one.step_version) for one in bench.failed] == [("copy", "", 10)]
     assert bench.copy(20, keeper)
     assert bench.is_stored
 
@@ -222,8 +226,11 @@ def test_a_checkpoint_that_cannot_be_sent_is_no_fault(
     assert [(one["event"], one["why"]) for one in logs] == [
         ("in-memory checkpoint not stored", str(error) or "MemoryError")
     ]
+    (failed,) = bench.failed
+    assert (failed.what, failed.path, failed.why) == ("copy", "n1", str(error) or "MemoryError")
     bench.now_s += 1.1
     assert bench.copy(20, keeper)
+    assert [one.step_version for one in bench.told] == [20], "reported at once"
 
 
 def test_stored_checkpoints_are_reported_at_intervals_and_on_changes(

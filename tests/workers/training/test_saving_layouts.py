@@ -180,5 +180,22 @@ def test_a_disk_that_fills_on_one_member_is_one_warning(drive: Drive, twin: Twin
     driver.finish(RANKS)
     assert 8 not in [one.step_version for one in driver.told(r.CheckpointSaved)]
     warnings = [driver.started[rank].log.read_text().count("not saved") for rank in RANKS]
-    assert warnings == [0, 0, 1, 0]
+    assert warnings == [1, 0, 1, 0], "the first member tells of the checkpoint, rank 2 of its share"
+    assert {one.rank for one in driver.told(r.CheckpointFailed)} == {0, 2}
+    assert twin(0.0).is_equal(driver.final_checkpoint())
+
+
+@pytest.mark.thorough
+def test_the_final_state_is_held_in_parts(drive: Drive, twin: Twins) -> None:
+    """One of four members cannot write its share at first; all write theirs again."""
+    driver, axes = started(drive, "tp2dp2")
+    pid = driver.processes[2].popen.pid
+    hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (150_000, hard))
+    driver.form(RANKS, axes=axes)
+    driver.until(lambda: len([one for one in driver.told(r.CheckpointFailed) if one.final]) > 2)
+    assert {one.rank for one in driver.told(r.CheckpointFailed)} == {0, 2}
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard))
+    driver.finish(RANKS)
+    assert list(Path(driver.spec.train.output).glob("gen-*/*.partial")) == []
     assert twin(0.0).is_equal(driver.final_checkpoint())

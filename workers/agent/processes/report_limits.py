@@ -23,6 +23,7 @@ KINDS = (
     reports.LossFiniteAgain,
     reports.MemoryCheckpointStored,
     reports.CheckpointSaved,
+    reports.CheckpointFailed,
     reports.RankFinished,
     reports.InMemoryRecoveryDeclined,
 )

@@ -4,11 +4,14 @@ Without an agent, or if in-memory recovery does not support the loop, the same i
 fault then ends the processes, and the agent or launcher that started them restarts them.
 """
 
+from __future__ import annotations
+
 import os
 import shutil
 import socket
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
+from time import sleep
 
 import structlog
 import torch
@@ -24,7 +27,9 @@ from ...host import output_owner
 from ...ipc.pipe_protocol import Unpacker
 from ...ipc.progress_page import ProgressWriter
 from ..checkpoint import checkpoint
+from ..checkpoint.final_save import save_at_end
 from ..checkpoint.restart_memory import RestartMemory
+from ..checkpoint.save_reports import SaveReports
 from ..communicators.communicators import Communicators
 from ..model import cpu_device, optimizers
 from ..model.trainee import TrainingModel
@@ -93,7 +98,9 @@ class RestartOnlyDriver:
             work.begin(with_shards(trainee), part_builder(work, self.communicators, device))
         self.history = History()
         name = start.spec.name if start is not None else ""
-        self._checkpoint = RestartCheckpoint(work.train, trainee, environment, name)
+        self._checkpoint = RestartCheckpoint(
+            work.train, trainee, environment, name, self._reports(start)
+        )
         self._memory: RestartMemory | None = None
         if start is not None and work.train.copy_every:
             self._memory = RestartMemory(
@@ -117,6 +124,11 @@ class RestartOnlyDriver:
         claims = [self.iteration.claim() for _ in range(num)]
         share = settle(claims, self._train.num_micro_batches, axes).shares[self._place]
         self.iteration.take(self.settled, share, 1, begun=False)
+
+    def _reports(self, start: StartRank | None) -> SaveReports | None:
+        if start is None:
+            return None
+        return SaveReports(start, "export", self.control.tell, is_unknown=start.attempt > 1)
 
     def _axes(self, num: int) -> Axes:
         """The first layout of the spec with `num` ranks."""
@@ -193,13 +205,20 @@ class RestartOnlyDriver:
             outcome = self.iteration.run()
             if outcome not in ("stepped", "boundary"):
                 raise RuntimeError(self.iteration.reduction.why)
-            if self._place == 0:
-                self._checkpoint.save(self.iteration, self.history)
+            if self.iteration.step_version == self._train.iterations:
+                outcome = save_at_end([self._checkpoint], self._save, self.iteration, sleep)
+                if outcome != "stepped":
+                    raise RuntimeError(self.iteration.reduction.why)
+            else:
+                self._save(self._checkpoint)
             self._store()
             yield self.iteration.step_version - 1
         # A peer fails if this process exits before the peer has received the last message.
         self.iteration.meet()
         self.iteration.meet()
+
+    def _save(self, checkpoint: RestartCheckpoint, num_failures: int = 0) -> bool:
+        return self._place != 0 or checkpoint.save(self.iteration, self.history)
 
     def run_collectively(self, call: Callable[[], None]) -> bool:
         """Run `call` on all members. Raises RuntimeError if a collective fails."""
@@ -214,9 +233,14 @@ class RestartCheckpoint:
     an agent, without a folder, or if no rank has the whole state of a known optimizer."""
 
     def __init__(
-        self, train: Train, trainee: TrainingModel, environment: Mapping[str, str], name: str
+        self,
+        train: Train,
+        trainee: TrainingModel,
+        environment: Mapping[str, str],
+        name: str,
+        reports: SaveReports | None,
     ) -> None:
-        self._train = train
+        self._train, self._reports = train, reports
         self._folder = ""
         task = int(environment.get("UNICRON_TASK", "0"))
         if not (train.output and task):
@@ -247,24 +271,30 @@ class RestartCheckpoint:
         folder = str(saved[-1]) if saved else self._train.begin_from
         return checkpoint.load(folder, trainee, history) if folder else 0
 
-    def save(self, iteration: Iteration, history: History) -> None:
+    def save(self, iteration: Iteration, history: History) -> bool:
         """If a checkpoint is due, save the current state and remove the previous checkpoints. One
-        that is NaN or infinite is saved at the end alone, beside the last that is not."""
+        that is NaN or infinite is saved at the end alone, beside the last that is not. Returns
+        False if it could not be saved, which is told."""
         at, every = iteration.step_version, self._train.checkpoint_every
         is_last = at == self._train.iterations
         is_due = every and at % every == 0 and not history.spoilt_by
         if not self._folder or not (is_last or is_due):
-            return
+            return True
         old = [] if history.spoilt_by else self._saved()
+        name = f"{self._folder}/iter-{at}"
         try:
-            checkpoint.save(f"{self._folder}/iter-{at}", iteration.trainee, at, history)
+            checkpoint.save(name, iteration.trainee, at, history)
         except checkpoint.NotSaved as error:
-            if is_last:
-                raise
-            log.warning("checkpoint not saved; training continues", iteration=at, why=str(error))
-            return
+            then = "" if is_last else "; training continues"
+            log.warning(f"checkpoint not saved{then}", iteration=at, why=str(error))
+            if self._reports is not None:
+                self._reports.failed(error, 0, at, final=is_last, is_repeated=is_last)
+            return False
+        if self._reports is not None:
+            self._reports.worked(name, 0, at, is_whole=True)
         for folder in old:
             shutil.rmtree(folder, ignore_errors=True)
+        return True
 
     def _saved(self) -> list[Path]:
         """The complete checkpoints, the newest last."""

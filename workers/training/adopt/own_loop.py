@@ -10,12 +10,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from ....events.errors import UsageError
 from ....events.records.reports import InMemoryRecoveryDeclined
 from ...ipc.pipe_protocol import FD, Adopted
+from ..checkpoint.checkpoint import WRITE_ERRORS, NotSaved
 from ..checkpoint.process_state import meshes_of
 from ..checkpoint.restart_memory import RestartMemory
+from ..checkpoint.save_reports import SaveReports
 from ..model import determinism
 from ..rank import connect_agent
 from .arguments import usage_errors_reported
@@ -26,8 +29,22 @@ class OwnLoop:
     `state_dict`, and the random generators. Without an agent, nothing is stored. All processes call
     each method after the same iteration; several need an initialised torch.distributed."""
 
-    def __init__(self, memory: RestartMemory | None, every: int) -> None:
-        self._memory, self._every = memory, every
+    def __init__(
+        self, memory: RestartMemory | None, every: int, reports: SaveReports | None = None
+    ) -> None:
+        self._memory, self._every, self._reports = memory, every, reports
+
+    @contextmanager
+    def telling_of_save(self, folder: str, iterations: int, *, final: bool) -> Generator[None]:
+        """In this context the loop writes its own checkpoint; a failure is reported, and raised."""
+        try:
+            yield
+        except (*WRITE_ERRORS, CheckpointException) as error:
+            if self._reports is not None:
+                self._reports.failed(NotSaved.of(folder, error), 0, iterations, final=final)
+            raise
+        if self._reports is not None:
+            self._reports.worked(folder, 0, iterations, is_whole=True)
 
     def resume(
         self, state: Callable[[], Any], load: Callable[[Any], None], *, after: int = 0
@@ -84,6 +101,7 @@ def keep_in_memory(why: str) -> Generator[OwnLoop]:
         place, num = start.rank, start.num_seats
         assert not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) == (place, num)
         memory = RestartMemory(start, control, place, num)
-        yield OwnLoop(memory, loop.copy_every)
+        reports = SaveReports(start, "export", control.tell, is_unknown=start.attempt > 1)
+        yield OwnLoop(memory, loop.copy_every, reports)
         memory.wait()
         control.flush()

@@ -4,6 +4,8 @@ A folder is a path or an fsspec URL (folder.py). share_files.py has the format, 
 the checkpoints of a task in parts.
 """
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
 from typing import Literal
@@ -40,11 +42,17 @@ class DamagedCheckpoint(UsageError):
 
 
 class NotSaved(UnicronError):
-    """A checkpoint could not be written; `str()` gives the folder and the reason in one line."""
+    """A checkpoint could not be written; `str()` gives the folder and the reason in one line.
+    `errno`: as in CheckpointFailed."""
 
-    def __init__(self, folder: str, why: str) -> None:
+    def __init__(self, folder: str, why: str, errno: str = "") -> None:
         super().__init__(f"{folder}: {why}")
-        self.why = why
+        self.folder, self.why, self.errno = folder, why, errno
+
+    @classmethod
+    def of(cls, folder: str, error: BaseException) -> NotSaved:
+        why = object_storage.reason(object_storage.root_of(error))
+        return cls(folder, why, object_storage.errno_name(error))
 
 
 class Superseded(NotSaved):
@@ -101,7 +109,8 @@ def step_version_of(path: str) -> int:
 
 
 def folder_of(output: str, path: str) -> str:
-    return f"{output.rstrip('/')}/{path}"
+    """The folder of a checkpoint: in the output, unless the path is a whole one."""
+    return path if path.startswith("/") or is_url(path) else f"{output.rstrip('/')}/{path}"
 
 
 def save(folder: str, trainee: TrainingModel, step_version: int, history: History) -> int:
@@ -119,7 +128,7 @@ def save(folder: str, trainee: TrainingModel, step_version: int, history: Histor
         return share_files.complete(target, [index], model=trainee.description)
     except WRITE_ERRORS as error:
         target.discard()
-        raise NotSaved(folder, object_storage.reason(error)) from error
+        raise NotSaved.of(folder, error) from error
 
 
 def load(folder: str, trainee: TrainingModel, history: History) -> int:

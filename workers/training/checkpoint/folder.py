@@ -61,13 +61,16 @@ class Folder:
         shutil.rmtree(old, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove all files of the attempt, or at a URL the whole folder if it has no checkpoint;
-        errors are ignored."""
+        """Remove all files of the attempt, or at a URL the whole folder if it has no checkpoint and
+        no other attempt; errors are ignored."""
         with suppress(OSError):
             names = self._store.names() if is_url(self.name) else []
-            for name in names if COMPLETE_MARK in names else ("",):
-                if self._token in name or not name:
-                    self._store.remove(name)
+            own = [name for name in names if self._token in name]
+            is_shared = COMPLETE_MARK in names or any(
+                name.startswith("__") and name not in own for name in names
+            )
+            for name in own if is_shared else ("",):
+                self._store.remove(name)
 
     def remove(self, name: str) -> None:
         with suppress(OSError):

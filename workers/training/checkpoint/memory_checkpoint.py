@@ -18,7 +18,7 @@ import torch
 
 from ....events.log.identity import StoreKeys
 from ....events.records.orders import Reconfigure, SetCheckpointStores, StartRank
-from ....events.records.reports import MemoryCheckpointStored
+from ....events.records.reports import CheckpointFailed, MemoryCheckpointStored
 from ....events.records.types import Body, StoreEndpoint
 from ....events.spec.parallelism import num_positions
 from ...checkpoint_store import protocol
@@ -31,6 +31,7 @@ from ..recovery.regions import torch_dtype
 from ..recovery.state_sources import HeldState
 from ..step.gradient_reduction import is_cuda_error
 from ..step.iteration import held_by
+from .save_reports import WHY_CHARS_MAX
 from .share import own_share
 from .snapshot import Snapshot, SnapshotLost, buffer_bytes
 
@@ -39,6 +40,7 @@ REPORT_S = 60.0
 rare, because stores return newer checkpoints of a generation than the log names."""
 PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 60.0
 """Pause after a share that no store accepted; it doubles each time."""
+EVERY = "*"
 SEND_ERRORS = (OSError, TransferError, RuntimeError, ValueError, MemoryError)
 
 log = structlog.get_logger()
@@ -105,11 +107,17 @@ class MemorySaver:
         self._reported: dict[str, tuple[int, float]] = {}
         """By node: the start number of the store in the last report, and the report's time."""
         self._failing: set[str] = set()
-        """Nodes whose store rejected the last share; "": the snapshot failed on this rank."""
+        """Nodes whose store rejected the last share; "": the snapshot failed on this rank; EVERY:
+        it is reported that no store has the last share."""
         self._order = StoreOrder()
         self._pause_s = 0.0
         self._next_s = 0.0
         """Earliest time of the next share."""
+
+    def has_sent(self, generation: int, step_version: int, order: StoreOrder) -> bool:
+        """Whether these stores, if there are any, have this state."""
+        is_last = (self._last, self._order) == ((generation, step_version), order)
+        return not order.stores or (is_last and self._is_stored)
 
     def status(self, order: StoreOrder) -> tuple[float, float]:
         """(1 if this member cannot take a checkpoint now, 1 if its last share is in no store)."""
@@ -131,6 +139,7 @@ class MemorySaver:
         iteration, when none is sending. `is_whole`: all have stored their last shares."""
         if generation != self._generation:
             self._generation, self._reported, self._last = generation, {}, None
+            self._failing.discard(EVERY)
         if is_whole and self._last is not None:
             self._whole = self._last
         self._order = order
@@ -149,7 +158,7 @@ class MemorySaver:
                 raise
             self._thread = self._share = None
             self._pause()
-            self._log_change("", step_version, str(error) or type(error).__name__)
+            self._no_snapshot(generation, step_version, error)
         else:
             self._log_change("", step_version, "")
 
@@ -168,7 +177,11 @@ class MemorySaver:
             return
         self.wait()
         self._note("copy", generation, step_version)
+        if generation != self._generation:
+            self._generation = generation
+            self._failing.discard(EVERY)
         self._order, self._reported = order, {}
+        self._last, self._is_stored = (generation, step_version), False
         try:
             self._send(
                 self._offered(
@@ -179,7 +192,7 @@ class MemorySaver:
         except (RuntimeError, MemoryError) as error:
             if is_cuda_error(error):
                 raise
-            self._log_change("", step_version, str(error) or type(error).__name__)
+            self._no_snapshot(generation, step_version, error)
 
     def detach(self) -> None:
         """Call it before the state changes: a share being sent no longer needs live memory."""
@@ -248,8 +261,10 @@ class MemorySaver:
         self._is_stored = num_stored > 0
         if num_stored:
             self._pause_s = 0.0
+            self._failing.discard(EVERY)
         else:
             self._pause()
+            self._tell_failed(offer.generation, offer.step_version, failed)
         self._note("copied", offer.generation, offer.step_version)
 
     def _send_pieces(
@@ -279,6 +294,29 @@ class MemorySaver:
     def _pause(self) -> None:
         self._pause_s = min(PAUSE_S_MAX, max(PAUSE_S_MIN, 2 * self._pause_s))
         self._next_s = clock() + self._pause_s
+
+    def _no_snapshot(self, generation: int, step_version: int, error: BaseException) -> None:
+        why = str(error) or type(error).__name__
+        self._log_change("", step_version, why)
+        self._tell_failed(generation, step_version, {"": why})
+
+    def _tell_failed(self, generation: int, step_version: int, failed: dict[str, str]) -> None:
+        """Report that no store has the share; once, until one has a later share."""
+        node, why = next(iter(failed.items()), ("", "no store took it"))
+        self._reported = {}  # then the next share is reported at once
+        if EVERY not in self._failing and self._tell(
+            CheckpointFailed(
+                task=self._start.task,
+                rank=self._start.rank,
+                attempt=self._start.attempt,
+                generation=generation,
+                step_version=step_version,
+                what="copy",
+                path=node,
+                why=why[:WHY_CHARS_MAX],
+            )
+        ):
+            self._failing.add(EVERY)
 
     def _log_change(self, node: str, step_version: int, why: str) -> None:
         if bool(why) == (node in self._failing):

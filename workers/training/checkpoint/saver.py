@@ -15,8 +15,9 @@ import structlog
 from torch import Tensor
 
 from ....events import object_storage
+from ....events.records.orders import StartRank
 from ....events.records.reports import CheckpointSaved
-from ....events.records.types import Body
+from ....events.records.types import Body, SaveKind
 from ....events.spec.job import is_url
 from ....events.spec.parallelism import has_every_part
 from ...host import output_owner
@@ -32,6 +33,7 @@ from ..step.gradient_reduction import is_cuda_error
 from . import folder, share_files, snapshot
 from .checkpoint import WRITE_ERRORS, NotSaved, Superseded, folder_of, relative_path
 from .folder import Folder
+from .save_reports import SaveReports
 from .share import own_share
 
 INDEX_S_MAX = 10.0
@@ -115,6 +117,7 @@ class OwnFormat:
                 path=relative_path(save.generation, save.step_version),
                 ckpt_bytes=ckpt_bytes,
                 loss=save.loss,
+                output=self._task.output,
             )
         )
 
@@ -122,17 +125,21 @@ class OwnFormat:
 class Save(NamedTuple):
     """One checkpoint. `saving`: the positions that save; the first completes it. `store`: the
     endpoint of the generation's store, which no other generation of any task has. `loss`: what made
-    the state NaN or infinite (History.spoilt_by); empty: nothing has."""
+    the state NaN or infinite (History.spoilt_by); empty: nothing has. `attempt`: the number of a
+    save that is repeated, the same on all members; they write all shares again."""
 
     generation: int
     step_version: int
     saving: tuple[int, ...]
     store: str
     loss: str = ""
+    attempt: int = 0
 
     @property
     def token(self) -> str:
         text = f"{self.store} gen-{self.generation}/iter-{self.step_version} {self.saving}"
+        if self.attempt:
+            text += f" {self.attempt}"
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
@@ -142,12 +149,15 @@ class Saver:
     def __init__(
         self,
         form: Format,
+        what: SaveKind,
+        start: StartRank,
         *,
+        tell: Callable[[Body], None],
         exclude_new_sockets: Callable[[], AbstractContextManager[None]],
         note: Callable[[Event, int, int], None],
     ) -> None:
         self.every = form.every
-        self._format = form
+        self._format, self._reports = form, SaveReports(start, what, tell)
         self._exclude_new_sockets, self._note = exclude_new_sockets, note
         self._thread: threading.Thread | None = None
         self._snapshot: snapshot.Snapshot | None = None
@@ -166,8 +176,6 @@ class Saver:
         """When the others were known to have ended their writes; 0: they may still write."""
         self._leftover: Folder | None = None
         """The files of the last save that this member did not complete as the first one."""
-        self._failing = ""
-        """Why the last periodic save failed; logged on change."""
 
     def is_saving(self, generation: int) -> bool:
         """Whether this member still writes. A wait for members of an earlier generation, which the
@@ -208,7 +216,10 @@ class Saver:
             if is_cuda_error(error):
                 raise
             self._thread = None
-            self._log_failure(save.step_version, str(error), f"no snapshot of the state: {error}")
+            folder = self._format.folder(save.generation, save.step_version)
+            self._failed(
+                save, trainee.place, NotSaved(folder, f"no snapshot of the state: {error}")
+            )
 
     def save(
         self,
@@ -218,29 +229,40 @@ class Saver:
         *,
         final: bool,
         must_stop: Callable[[], bool],
-    ) -> None:
+    ) -> bool:
         """Save this member's share before returning; the first member waits for the others until
-        `must_stop` returns True. A preempted member abandons an older write, and only logs a
-        failure. The final save waits for an older one; its own failure raises NotSaved."""
+        `must_stop` returns True. A preempted member abandons an older write, the final save waits
+        for it. Returns False if it could not be saved, which is told."""
         self._is_superseded = not final and (self._save is None or not _is_same(self._save, save))
         if not self._has_written(save, trainee.place):
             self._note("save", save.generation, save.step_version)
         self._others_done_s = self._others_done_s or time.monotonic()
         self.wait()
         self._is_superseded = False
-        if self._has_written(save, trainee.place):
-            if trainee.place == save.saving[0] and self._saved is not None:
-                self._format.saved(save, self._saved_bytes, final=final)
-            return
-        content = self._format.content(trainee, save.step_version, history, save.saving)
-        taken = snapshot.Snapshot(content.share, None)
-        self._others_done_s = 0.0
         try:
+            if self._has_written(save, trainee.place):
+                if trainee.place == save.saving[0]:
+                    self._complete_again(save, final=final)
+                return True
+            content = self._format.content(trainee, save.step_version, history, save.saving)
+            taken = snapshot.Snapshot(content.share, None)
+            self._others_done_s = 0.0
             self._write(save, trainee.place, taken, content, final=final, must_stop=must_stop)
         except NotSaved as error:
-            if is_cuda_error(error) or (final and not must_stop()):
+            if is_cuda_error(error):
                 raise
-            log.warning("checkpoint not saved", iteration=save.step_version, why=str(error))
+            if isinstance(error, Superseded):
+                log.warning("checkpoint not saved", iteration=save.step_version, why=str(error))
+            else:
+                self._failed(save, trainee.place, error, is_ordered=True, final=final)
+            return False
+        return True
+
+    def discard_leftover(self) -> None:
+        """Remove the files of a save that failed. Call it when no member writes any more."""
+        if self._leftover is not None:
+            self._leftover.discard()
+            self._leftover = None
 
     def _has_written(self, save: Save, place: int) -> bool:
         """Whether this member has nothing more to write for this checkpoint."""
@@ -266,7 +288,7 @@ class Saver:
                 why=error.why,
             )
         except NotSaved as error:
-            self._log_failure(save.step_version, error.why, str(error))
+            self._failed(save, place, error)
 
     def _write(
         self,
@@ -283,8 +305,7 @@ class Saver:
         is_first = place == save.saving[0]
         try:
             with self._exclude_new_sockets():
-                if self._leftover is not None:
-                    self._leftover.discard()
+                self.discard_leftover()
                 target = folder.Folder(name, save.token)
                 self._format.clear(save.generation, target.partial_name)
                 self._leftover = target if is_first else None
@@ -297,12 +318,19 @@ class Saver:
                     self._saved, self._saved_bytes = save, ckpt_bytes
                     self._format.saved(save, ckpt_bytes, final=final)
         except WRITE_ERRORS as error:
-            raise NotSaved(name, object_storage.reason(error)) from error
+            raise NotSaved.of(name, error) from error
         finally:
             taken.release()
-        if self._failing:
-            log.info("checkpoints are saved again", iteration=save.step_version)
-        self._failing = ""
+        self._succeeded(save, name, is_first=is_first)
+
+    def _complete_again(self, save: Save, *, final: bool) -> None:
+        """The files of the checkpoint are complete already. Raises NotSaved."""
+        name = self._format.folder(save.generation, save.step_version)
+        try:
+            self._format.saved(save, self._saved_bytes, final=final)
+        except OSError as error:
+            raise NotSaved.of(name, error) from error
+        self._succeeded(save, name, is_first=True)
 
     def _write_share(
         self, target: Folder, save: Save, place: int, taken: snapshot.Snapshot, content: Content
@@ -322,7 +350,10 @@ class Saver:
             else:
                 target.remove(target.data_name(place))
                 share_files.write_failure(
-                    target, place, save.step_version, object_storage.reason(error)
+                    target,
+                    place,
+                    save.step_version,
+                    object_storage.reason(object_storage.root_of(error)),
                 )
             raise
 
@@ -345,7 +376,7 @@ class Saver:
         try:
             found = [self._wait_for(target, save, place, must_stop) for place in save.saving]
             return share_files.complete(target, found, content.common, content.model)
-        except (*WRITE_ERRORS, ValueError, Superseded) as error:
+        except (*WRITE_ERRORS, ValueError, NotSaved) as error:
             target.discard()
             if isinstance(error, ValueError):
                 raise NotSaved(target.name, str(error)) from None
@@ -356,12 +387,13 @@ class Saver:
     def _wait_for(
         self, target: Folder, save: Save, place: int, must_stop: Callable[[], bool]
     ) -> Index:
-        """The index of the member at `place`. Raises Superseded if it is not to be waited for."""
+        """The index of the member at `place`. Raises NotSaved if it has not written its share, and
+        Superseded if it is not to be waited for."""
         begin_s = time.monotonic()
         while True:
             index = read_index(target.read(target.index_name(place)))
             if index is not None and index.error:
-                raise Superseded(
+                raise NotSaved(
                     target.name, f"the member at {place} did not write its share: {index.error}"
                 )
             if index is not None and index.step_version == save.step_version:
@@ -372,15 +404,34 @@ class Saver:
             if now_s - begin_s > SHARES_S_MAX or (
                 self._others_done_s and now_s - self._others_done_s > INDEX_S_MAX
             ):
-                raise Superseded(target.name, f"the member at {place} did not write its share")
+                raise NotSaved(target.name, f"the member at {place} did not write its share")
             time.sleep(POLL_S)
 
-    def _log_failure(self, step_version: int, why: str, text: str) -> None:
-        if why != self._failing:
-            log.warning(
-                "checkpoint not saved; training continues", iteration=step_version, why=text
-            )
-        self._failing = why
+    def _succeeded(self, save: Save, name: str, *, is_first: bool) -> None:
+        if self._reports.worked(name, save.generation, save.step_version, is_whole=is_first):
+            log.info("checkpoints are saved again", iteration=save.step_version)
+
+    def _failed(
+        self,
+        save: Save,
+        place: int,
+        error: NotSaved,
+        *,
+        is_ordered: bool = False,
+        final: bool = False,
+    ) -> None:
+        """Log and report a failure that is new, and each one of a save that is repeated until it
+        works: that one by the first member alone."""
+        is_new = self._reports.failed(
+            error,
+            save.generation,
+            save.step_version,
+            final=final,
+            is_repeated=is_ordered and place == save.saving[0],
+        )
+        if is_new or is_ordered:
+            then = "" if is_ordered else "; training continues"
+            log.warning(f"checkpoint not saved{then}", iteration=save.step_version, why=str(error))
 
 
 def _is_same(one: Save, other: Save) -> bool:

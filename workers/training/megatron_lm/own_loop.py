@@ -30,16 +30,19 @@ def train(
         training.setup_model_and_optimizer = run.set_up
         training.train = run.train
         training.checkpoint_and_decide_exit = run.decide_exit
+        if run.can_save:
+            training.save_checkpoint = run.save
         pretrain()
 
 
 class StoredRun:
-    """Stands in for three functions of the module `training`, and calls them."""
+    """Stands in for four functions of the module `training`, and calls them."""
 
     def __init__(self, memory: OwnLoop, training: Any, get_args: Callable[[], Any]) -> None:
         self._memory, self._training, self._get_args = memory, training, get_args
         self._set_up = training.setup_model_and_optimizer
         self._train, self._decide_exit = training.train, training.checkpoint_and_decide_exit
+        self._save: Any = getattr(training, "save_checkpoint", None)
         self._generators: Any = None
 
     def set_up(self, *given: Any, **named: Any) -> Any:
@@ -86,6 +89,18 @@ class StoredRun:
                 sync(model, *([optimizer] if "optimizer" in signature(sync).parameters else []))
             self._memory.stepped(iteration, lambda: self._state(model, optimizer, scheduler, flops))
         return self._decide_exit(model, optimizer, scheduler, iteration, flops, *rest)
+
+    @property
+    def can_save(self) -> bool:
+        return self._save is not None
+
+    def save(self, iteration: int, *given: Any, **named: Any) -> Any:
+        """Megatron-LM's own save. A failure ends the process, as ranks wait for each other in it;
+        it is reported first."""
+        args = self._get_args()
+        final = iteration >= (args.train_iters or 0)
+        with self._memory.telling_of_save(str(args.save), iteration, final=final):
+            return self._save(iteration, *given, **named)
 
     def _state(self, model: Sequence[Any], optimizer: Any, scheduler: Any, flops: float) -> Any:
         args = self._get_args()

@@ -185,6 +185,11 @@ class Control:
         with self._changed:
             return self._pending_quiesce(generation)
 
+    def wait_for_quiesce(self, generation: int, length_s: float) -> None:
+        """Wait for an order that ends this generation, but no longer than `length_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending_quiesce(generation) is not None, length_s)
+
     def discard_orders(self, generation: int) -> Quiesce | None:
         """Discard orders of the left generations, up to `generation`. Returns the last Quiesce."""
         with self._changed:

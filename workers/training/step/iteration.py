@@ -319,11 +319,13 @@ class Iteration:
         self.marks.pulse.finish()
         return self._boundary(stats)
 
-    def meet(self) -> Outcome:
-        """After the last iteration: wait until every member is done."""
-        stats = self.reduction.meet(self._stats())
+    def meet(self, *, has_saved: bool = True) -> Outcome:
+        """After the last iteration: wait until every member is done. Then `num_saving` counts the
+        members that have not saved."""
+        stats = self.reduction.meet(self._stats()._replace(num_saving=float(not has_saved)))
         if isinstance(stats, str):
             return stats
+        self.num_saving = round(stats.num_saving)
         return "boundary" if stats.num_stopping else "stepped"
 
     def beside(self, call: Callable[[], None]) -> Outcome | None:

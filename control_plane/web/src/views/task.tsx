@@ -72,6 +72,8 @@ function Summary({ task, now_s }: { task: Task; now_s: number }) {
       {(task.why || task.needs) && <><dt>why</dt><dd>{[task.why, task.needs].filter(Boolean).join("; needs ")}</dd></>}
       {task.failing && <><dt>failing</dt><dd>{task.failing.why}, failure {task.failing.num}{task.failing.until_s
         ? <>; it may pass, tried until <Time at_s={task.failing.until_s} /></> : ` of ${task.failing.num_max} without progress`}</dd></>}
+      {task.failed_saves.map(one => <><dt>not saved</dt><dd><strong>{one.what} of iteration {count(one.step_version)}</strong>{" "}
+        since <Ago at_s={one.since_s} now_s={now_s} />: {one.path} ({one.node}): {one.why}{one.final && "; its processes keep the final state, and it is tried again"}</dd></>)}
       {task.stands && <><dt>stalled</dt><dd><strong>{task.stands}</strong></dd></>}
       <dt>slots</dt><dd>{task.slots.now} of {task.slots.target} planned; {task.slots.min} to {task.slots.max}, weight {task.weight}</dd>
       <dt>layout</dt><dd>{task.layout_in_words || task.layout || "–"}</dd>

@@ -1,0 +1,42 @@
+"""Saves after the last iteration: tried again until every member has saved its share.
+
+The state stays in memory meanwhile: nothing is lost while a disk is full.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from ....events.timing import save_pause_s
+from ..step.gradient_reduction import Outcome
+from ..step.iteration import Iteration
+
+T = TypeVar("T")
+
+
+def save_at_end(
+    savers: Sequence[T],
+    save: Callable[[T, int], bool],
+    iteration: Iteration,
+    pause: Callable[[float], None],
+) -> Outcome:
+    """Save with each of `savers`, and after pauses again with those of which any member's `save`
+    has returned False; it also gets how often that was. All members call it together. Returns
+    "stepped" when all is saved, else why the generation ends. `pause` waits, but ends at an order
+    to stop."""
+    num_failures = 0
+    while True:
+        failed: list[T] = []
+        for saver in savers:
+            outcome = iteration.meet(has_saved=save(saver, num_failures))
+            if outcome != "stepped":
+                return outcome
+            if iteration.num_saving:
+                failed.append(saver)
+        if not failed:
+            return "stepped"
+        savers = failed
+        num_failures += 1
+        pause(save_pause_s(num_failures))
+        outcome = iteration.meet()
+        if outcome != "stepped":
+            return outcome
