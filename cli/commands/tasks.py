@@ -11,7 +11,6 @@ from urllib.parse import quote
 import msgspec
 
 from ...control_plane.api.needs import ENDED
-from ...control_plane.throughput.state_size import state_bytes
 from ...events.errors import UnicronError, UsageError
 from ...events.network_address import is_loopback
 from ...events.spec.job import JobSpec, Slots, is_url
@@ -151,6 +150,8 @@ def check_output(spec: JobSpec, client: Client, path: Path) -> None:
 def check_folder(spec: JobSpec, url: Urls) -> None:
     """Says what the output folder lacks as this host and this user see it, which is no proof. A
     folder that is not there yet is one of the ranks' if the cluster is this host's."""
+    from ...control_plane.throughput.state_size import state_bytes  # numpy: only where needed
+
     training = spec.training
     if training is None or is_url(training.output):
         return

@@ -325,6 +325,8 @@ def test_every_number_of_a_policy_has_its_bounds(tmp_path: Path) -> None:
         "observe",
         "allow_inject",
         "durability",
+        "on_loss_not_finite",
+        "on_loss_spike",
     }
     assert {*BOUNDS, *others} == set(Policy.__struct_fields__)
 

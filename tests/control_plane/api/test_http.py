@@ -387,6 +387,7 @@ async def test_an_agent_joins(site: Site) -> None:
     assert answer == {
         "redis_url": f"unix://unicron%3Atest%3An1:{password}@/run/x",
         "cluster": "test",
+        "cluster_id": "",
         "node": "n1",
         "epoch": 1,
         "key": IDENTITIES.key("n1").hex(),
