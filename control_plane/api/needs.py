@@ -399,27 +399,45 @@ def unsaved(task: Plain, failed: Plain) -> tuple[str, str]:
             f": no checkpoint store takes its state ({since}){store}: {failed['why']}",
             f"`unicron status {name}`",
         )
-    where = f"{path} on {failed['node']}: {failed['why']}"
-    others = f"or end it: `unicron cancel {name}`, which loses what is not published"
-    move = f"`unicron checkpoint {name} --to FOLDER`"
+    where = f"{since}, {path} on {failed['node']}: {failed['why']}"
     if failed["what"] == "publication":
         begin = " is done, its files are complete" if failed["final"] else ""
-        return f"{begin}: {since}, {where}", "correct it: it is tried again" + (
-            f", at least each minute; {others}" if failed["final"] else ""
-        )
+        again = f", at least each minute; {_or_end(name)}" if failed["final"] else ""
+        return f"{begin}: {where}", f"correct it: it is tried again{again}"
+    mend = "free room there" if failed["errno"] in ("ENOSPC", "EDQUOT") else "correct it"
+    move = f"`unicron checkpoint {name} --to FOLDER`" if failed["what"] == "checkpoint" else ""
     if failed["final"]:
-        do = "free room there: it is tried again, at least each minute; "
-        if failed["what"] == "checkpoint":
-            do += f"or move it: {move}; "
-        return f" is done and holds its final state: {since}, {where}", do + others
+        return _unsaved_final(task, where, mend, move)
+    if not move:
+        return f": {where}", f"{mend}: saves go on"
     newest = (
-        f"; the newest published has iteration {task['checkpoint_iteration']}"
+        f"the newest published has iteration {task['checkpoint_iteration']}"
         if task["checkpoint"]
-        else "; nothing is published yet"
+        else "nothing is published yet"
     )
-    if failed["what"] == "export":
-        return f": {since}, {where}", "free room there: saves go on"
-    return f": {since}, {where}{newest}", f"free room there: saves go on; or move them: {move}"
+    return f": {where}; {newest}", f"{mend}: saves go on; or move them: {move}"
+
+
+def _unsaved_final(task: Plain, where: str, mend: str, move: str) -> tuple[str, str]:
+    """As `unsaved`, of the state after the last iteration."""
+    end = _or_end(task["name"])
+    if task["state"] != "saving":
+        return f": {where}; its last state is lost, it trains again", mend
+    if not task["ranks"] and task["copies"]:
+        nodes = listed(task["copies"][0]["nodes"])
+        return (
+            f" is done, its final state is in the memory of {nodes} alone: {where}",
+            f"{mend}, and give it slots: it is saved once it has some; {end}",
+        )
+    move = f"or move it: {move}; " if move else ""
+    return (
+        f" is done and holds its final state: {where}",
+        f"{mend}: it is tried again, at least each minute; {move}{end}",
+    )
+
+
+def _or_end(name: str) -> str:
+    return f"or end it: `unicron cancel {name}`, which loses what is not published"
 
 
 def not_ready(task: Plain, now_s: float) -> list[Plain]:

@@ -58,6 +58,7 @@ def start_rank(
         place=place,
         declined=task.declined if task.restarts_from_memory else "",
         copies=recovery_sources(state, task, ()) if task.restarts_from_memory else (),
+        has_begun=task.generation > 0,
     )
 
 

@@ -64,6 +64,9 @@ def save_failed(
         return
     before = task.failed_saves.get(body.what)
     order = task.quiesce_order if task.phase == "quiescing" and task.savers else 0
+    final = body.final or (
+        before is not None and before.final and body.step_version == before.step_version
+    )
     failed = FailedSave(
         what=body.what,
         since_s=record.at_s if before is None else before.since_s,
@@ -75,7 +78,7 @@ def save_failed(
         node=rank.slot.node,
         why=body.why,
         errno=body.errno,
-        final=body.final,
+        final=final,
         order=order,
         num_orders=int(order > 0),
     )
@@ -83,7 +86,7 @@ def save_failed(
         is_same = (before.generation, before.step_version) == (body.generation, body.step_version)
         # Of one save the first reason counts; others follow from it.
         if is_same and before.rank != body.rank and (before.errno or not body.errno):
-            failed = replace(before, seq=record.seq, order=order, final=body.final)
+            failed = replace(before, seq=record.seq, order=order, final=final)
         if order:
             failed = replace(failed, num_orders=before.num_orders + (before.order != order))
     task.failed_saves[body.what] = failed
@@ -232,6 +235,7 @@ def checkpoint_stored(state: ClusterState, record: Record, body: r.MemoryCheckpo
         share=min(max(body.share, 0), max(body.num_shares, 1) - 1),
         num_shares=max(body.num_shares, 1),
     )
+    was_copied = task.is_final_state_copied
     here = [one for one in task.copies if one.node == node.name and one.share == copy.share]
     task.copies = [one for one in task.copies if one.node != node.name or one.share != copy.share]
     task.copies += [*here[1 - t.CHECKPOINTS_NUM_MAX :], copy]
@@ -249,6 +253,8 @@ def checkpoint_stored(state: ClusterState, record: Record, body: r.MemoryCheckpo
         whole.step_version >= failed.step_version for whole in whole_checkpoints(task.copies)
     ):
         del task.failed_saves["copy"]
+    if not was_copied and task.is_final_state_copied:
+        state.replan = state.replan or f"the final state of {task.spec.name} is in memory"
 
 
 def checkpoints_lost(

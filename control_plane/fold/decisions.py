@@ -29,6 +29,7 @@ from ..throughput.transition_cost import (
     is_fault,
     transition_began,
     transition_completed,
+    transition_stepped,
     update_mtbf,
     was_injected,
 )
@@ -464,3 +465,7 @@ def resume_ordered(state: ClusterState, record: Record, task: Task, body: o.Resu
     if incident is not None:
         incident.iterations_lost = (incident.iterations_lost or 0) + lost
     edits.set_phase(state, task, "training")
+    if task.holds_final_state and task.is_done:  # no step is left that would end the interruption
+        task.stepped = task.generation
+        edits.end_pause(state, task)
+        transition_stepped(state, task, task.iteration)

@@ -18,6 +18,9 @@ from ..throughput import transition_cost
 from ..throughput.training_layouts import layout_within
 from .problem import PlanProblem, TaskDemand
 
+LAST = -1
+"""The priority of a task that is done, and whose last state only waits for its disk: it keeps its
+slots while no other task needs them for its floor."""
 _SPARE_BITS = 64 - 52
 """Bits cut off a digest: JSON readers store integers as doubles, which are exact to 53 bits."""
 
@@ -130,7 +133,7 @@ def _demand(state: ClusterState, task: Task, usable: set[Slot], most: int | None
         sizes=tuple(size for size, _ in found),
         shapes=shapes(task, found),
         wafs=tuple(weight * rate for _, rate in found),
-        priority=task.spec.priority,
+        priority=LAST if task.is_final_state_copied else task.spec.priority,
         team=task.spec.team,
         weight=weight,
         floor=task.spec.slots.floor,

@@ -460,13 +460,39 @@ class Task(Struct, kw_only=True):
         return [way for way in ways if way is not None]
 
     @property
-    def holds_final_state(self) -> bool:
-        """Whether it is done, and its last checkpoint could not be saved or published."""
+    def is_done(self) -> bool:
+        """Whether all its iterations are reported."""
         training = self.spec.training
-        is_done = not self.heals_in_memory or (
-            training is not None and self.iteration >= training.iterations
+        return training is not None and self.iteration >= training.iterations
+
+    @property
+    def holds_final_state(self) -> bool:
+        """Whether its last checkpoint could not be saved or published, and its processes, the
+        checkpoint stores or files that are not published have that state."""
+        if not any(failed.final for failed in self.failed_saves.values()):
+            return False
+        has_state = not self.heals_in_memory or (
+            self.is_done and any(rank.has_state for rank in self.living_members())
         )
-        return is_done and any(failed.final for failed in self.failed_saves.values())
+        return (
+            has_state
+            or (self.refused is not None and self.refused.final)
+            or self.is_final_state_copied
+        )
+
+    @property
+    def is_final_state_copied(self) -> bool:
+        """Whether its last checkpoint could not be saved, and the checkpoint stores have that
+        state."""
+        training = self.spec.training
+        return (
+            training is not None
+            and any(failed.final for failed in self.failed_saves.values())
+            and any(
+                whole.step_version >= training.iterations
+                for whole in whole_checkpoints(self.copies)
+            )
+        )
 
     @property
     def is_save_repeated(self) -> bool:

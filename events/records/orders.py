@@ -46,6 +46,9 @@ class StartRank(Body, frozen=True):
     place: int = -1
     declined: str = ""
     copies: tuple[MemoryCheckpoint, ...] = ()
+    has_begun: bool = False
+    """The task has trained, so its output was tried: what is wrong with it now fails saves, and ends
+    no process."""
 
 
 class StopRank(Body, frozen=True):

@@ -162,10 +162,15 @@ class Member:
         return self.communicators.exclude_new_sockets() if is_needed else nullcontext()
 
     def _own_output(self) -> None:
-        """Try the output, and become its owner. Raises UsageError."""
+        """Try the output, and become its owner. Raises UsageError before the task has begun."""
         what = f"{'train' if self.start.spec.train else 'loop'}.output"
-        with self.exclude_new_sockets():
-            checkpoint.check_output(self.train.output, what, self._owner)
+        try:
+            with self.exclude_new_sockets():
+                checkpoint.check_output(self.train.output, what, self._owner)
+        except UsageError as error:
+            if not self.start.has_begun:
+                raise
+            log.warning("no checkpoint can be saved", why=str(error), hint=error.hint)
 
     def _warn_of_room(self) -> None:
         """Before the first iteration: say that the checkpoints may not fit."""
@@ -551,6 +556,7 @@ class Member:
         if not is_url(output):
             with suppress(OSError):  # the next save reports it
                 output_owner.claim(Path(output), self._owner)
+        self.savers[0].detach()  # it ends its save with the state of now
         self.savers[0] = self._own_saver()
         log.info("checkpoints go to another folder", output=output)
 

@@ -450,7 +450,7 @@ class StateRecovery:
             if not has_place:
                 return b""
             self._is_overwritten = True
-            folder = checkpoint.folder_of(self._train.output, path)
+            folder = checkpoint.folder_of(order.output or self._train.output, path)
             try:
                 with self._sparing():
                     version = checkpoint.load(folder, trainee, self._iteration.history)

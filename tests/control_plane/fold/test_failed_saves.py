@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from decider import Driver, at_rest, drain, finish, kinds, only, spec, task_of, the
+from failing import fail, obey
+from failing import processes as processes_of
 from memory_checkpoints import kept
 from unicron.cli.screens import cluster
 from unicron.cli.screens.task import UNREAD, task_status
@@ -358,6 +360,56 @@ def test_a_task_that_cannot_save_leaves_if_its_state_is_in_memory(d: Driver) -> 
     d.obey(d.tell("operator/undrain", r.NodeUndrained(node="n3")))
     order = only(o.Reconfigure, d.log)[-1].body
     assert {copy.step_version for copy in order.copies} == {8}
+
+
+@pytest.mark.nodes(2, slots=2)
+def test_a_task_that_waits_has_the_slots_once_the_final_state_is_in_memory(d: Driver) -> None:
+    task = d.running(spec(slots={"min": 2, "max": 4}, priority=5))
+    waiting = d.submit(spec(name="gamma", slots={"min": 3, "max": 4}))
+    d.progress(task, 49)
+    for rank in range(4):
+        fails(d, task, rank, step=50, final=True)
+    assert not task_of(d, waiting).target
+    for node in ("n1", "n2"):
+        kept(d, task, node, 50)
+    plan = only(decisions.PlanChosen, d.log)[-1].body
+    assert plan.trigger == "the final state of alpha is in memory"
+    fails(d, task, step=50)
+    for rank in range(4):
+        last = d.quiesced(task, rank)
+    d.obey(last)
+    assert len(task_of(d, waiting).target) == 4
+    assert state_of(d, task) == "saving"
+    (one,) = told(d)
+    assert "is done, its final state is in the memory of n1, n2 alone: disk full" in one.why
+    d.obey(d.tell("operator/x", r.TaskCancelRequested(task=waiting)))
+    assert len(task_of(d, task).target) == 4
+    (copies,) = {order.body.copies for order in only(o.Reconfigure, d.log)[-1:]}
+    assert {copy.step_version for copy in copies} == {50}
+
+
+@pytest.mark.nodes(2, slots=2)
+def test_the_incident_of_a_task_that_is_done_closes(d: Driver) -> None:
+    task = d.running(spec(slots={"min": 2, "max": 2}))
+    d.progress(task, 49)
+    for rank in (0, 1):
+        fails(d, task, rank, step=50, final=True)
+    obey(d, fail(d, task, processes_of(d, task)[:1]))
+    (incident,) = d.state.incidents.values()
+    assert (incident.outcome, incident.iterations_lost) == ("healed", 0)
+    assert state_of(d, task) == "saving"
+
+
+@pytest.mark.nodes(2, slots=2)
+def test_a_final_state_that_is_lost_is_not_said_to_be_held(d: Driver) -> None:
+    task = d.running(spec(slots={"min": 2, "max": 2}))
+    d.progress(task, 49)
+    for rank in (0, 1):
+        fails(d, task, rank, step=50, final=True)
+    fail(d, task, processes_of(d, task))
+    assert state_of(d, task) == "healing"
+    (one,) = told(d)
+    assert "its last state is lost, it trains again" in one.why
 
 
 # --- another folder -------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import enum
 import gc
 import hashlib
 import re
+import shutil
 from collections import deque
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
@@ -263,6 +264,28 @@ def test_a_checkpoint_of_another_precision_is_refused(alone: Any, tmp_path: Path
     assert all(
         tensor.equal(before[name]) for name, tensor in training_state.tensors(reader).items()
     )
+
+
+def test_a_job_begins_from_a_link_that_another_task_moves(alone: Any, tmp_path: Path) -> None:
+    """What a member has found is read; another one that finds a later checkpoint does not mix."""
+    latest, giver = tmp_path / "latest", model.build(TRAIN, torch.device("cpu"), alone)
+    for step in (3, 5):
+        _train(giver, step - 3, step)
+        checkpoint.save(str(tmp_path / f"iter-{step}"), giver, step, History())
+    latest.symlink_to("iter-3")
+    first, second = (checkpoint.StoredBeginning(str(latest)) for _ in range(2))
+    assert first.newest() == 3
+    latest.unlink()
+    latest.symlink_to("iter-5")
+    assert second.newest() == 5
+    reader, history = model.build(TRAIN, torch.device("cpu"), alone), History()
+    first.read(reader, 3, history)
+    with pytest.raises(RuntimeError, match="has iteration 5, and the first rank found 3"):
+        second.read(reader, 3, history)
+    shutil.rmtree(tmp_path / "iter-3")
+    with pytest.raises(RuntimeError, match="iter-3 was removed while it was read"):
+        first.read(reader, 3, history)
+    assert first.newest() == 5, "found anew"
 
 
 def test_a_checkpoint_of_an_earlier_task_is_replaced(alone: Any, tmp_path: Path) -> None:

@@ -173,18 +173,22 @@ def _numbers(folder: str, plain: object) -> training_state.Numbers:
 
 
 class StoredBeginning:
-    """The `begin_from` of a job: another task's checkpoint, in place of the initial weights."""
+    """The `begin_from` of a job: another task's checkpoint, in place of the initial weights. It may
+    be a link, such as `latest`, that another task moves: what `newest` has found is read."""
 
     def __init__(self, folder: str) -> None:
-        self._folder = folder
+        self._name = self._folder = folder
 
     def newest(self) -> int:
         """The iterations in it. Raises UsageError; RuntimeError if it cannot be read now."""
+        self._folder = self._name if is_url(self._name) else os.path.realpath(self._name)
         try:
             return _numbers(self._folder, StoredState(self._folder).numbers()).step_version
         except Damaged as error:
+            if not is_url(self._name) and os.path.realpath(self._name) != self._folder:
+                raise RuntimeError(f"{self._name} names another checkpoint now") from None
             raise UsageError(
-                f"begin_from: {self._folder}: {error}", "name the folder of a checkpoint, iter-N"
+                f"begin_from: {self._name}: {error}", "name the folder of a checkpoint, iter-N"
             ) from None
         except OSError as error:
             raise RuntimeError(f"{self._folder}: {object_storage.reason(error)}") from None
@@ -193,4 +197,14 @@ class StoredBeginning:
         return False
 
     def read(self, trainee: TrainingModel, step_version: int, history: History) -> None:
-        load(self._folder, trainee, history)
+        """Raises RuntimeError if the first member has found another one, or if it is gone."""
+        try:
+            version = load(self._folder, trainee, history)
+        except DamagedCheckpoint:
+            if is_url(self._folder) or os.path.exists(self._folder):
+                raise
+            raise RuntimeError(f"{self._folder} was removed while it was read") from None
+        if version != step_version:
+            raise RuntimeError(
+                f"{self._folder} has iteration {version}, and the first rank found {step_version}"
+            )
