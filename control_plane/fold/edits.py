@@ -427,6 +427,7 @@ def record_generation_failure(
         return
     for rank in ranks:
         rank.failed, rank.failed_seq, rank.failed_status = task.generation, record.seq, status
+        rank.failed_peer = ""
     record_fault(task, record, ranks, status, why, second_hand=True)
 
 

@@ -29,7 +29,7 @@ def collective_failed(
             f"rank {rank.rank} could not settle in generation {task.generation}: {body.error}",
         )
         return
-    rank.failed, rank.failed_seq = task.generation, record.seq
+    rank.failed, rank.failed_seq, rank.failed_peer = task.generation, record.seq, body.peer
     own = body.status in OF_DEVICES
     rank.failed_status = (
         body.status if own or TABLE.get(body.status) == "SEV3" else network_status(body.error)

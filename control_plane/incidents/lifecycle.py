@@ -9,7 +9,7 @@ from ..state.cluster import ClusterState
 from ..state.task import Task
 from . import blame
 from .node_loss import lost_nodes
-from .root_cause import Cause, root_cause
+from .root_cause import Cause, accused_peer, root_cause
 from .severity import worst
 
 NUM_STOPS_MAX = 3
@@ -122,14 +122,16 @@ def network_incident(state: ClusterState, task: Task) -> Iterator[Body]:
     """Open a SEV3 incident if only a collective failed, before the reattempt in place."""
     failed = [rank for rank in task.living_members() if rank.failed == task.generation]
     if failed and task.failed_s >= 0 and not task.incident:
+        accused, blamed = accused_peer(task)
+        named = f"; several nodes name {accused} as the peer" if blamed else ""
         yield _open_or_escalate(
             state,
             task,
             "SEV3",
             failed[0].failed_status,
-            failed[0].slot.node,
-            tuple(rank.rank for rank in failed),
-            "a collective failed, no rank is lost",
+            accused or failed[0].slot.node,
+            blamed or tuple(rank.rank for rank in failed),
+            f"a collective failed, no rank is lost{named}",
             tuple(rank.failed_seq for rank in failed),
         )
 

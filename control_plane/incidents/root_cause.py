@@ -2,6 +2,7 @@
 
 from msgspec import Struct
 
+from ...events.network_address import split_endpoint
 from ...events.records.types import Seat, Severity
 from ..state.cluster import ClusterState
 from ..state.incident import FailureLocation
@@ -63,6 +64,10 @@ def root_cause(state: ClusterState, task: Task) -> Cause:
             ranks = struck if gravest != severity else ranks
             severity, status, node = gravest, erred.status, strike.slot.node
         whys = [in_words(strike.slot.node, erred), *whys]
+    accused, blamed = accused_peer(task) if severity == "SEV3" and not first else ("", ())
+    if blamed:
+        node, ranks = accused, list(blamed)
+        whys.append(f"several nodes name {accused} as the peer")
     rest = [fault for fault in task.faults if fault not in direct]
     evidence = [erred.seq for erred, _ in pairs]
     evidence += [seq for fault in (*direct, *rest) for seq in fault.evidence]
@@ -89,6 +94,26 @@ def root_cause(state: ClusterState, task: Task) -> Cause:
     )
 
 
+def accused_peer(task: Task) -> tuple[str, tuple[int, ...]]:
+    """The node that failed collectives name as the peer, and its ranks, if reporters on at least
+    two other nodes do and no rank on it names a peer elsewhere; ("", ()): none, or more than one.
+    One report alone is thin evidence: the reporter's own network may be the cause."""
+    living = task.living_members()
+    failed = [rank for rank in living if rank.failed == task.generation and rank.failed_peer]
+    nodes = _nodes_by_host(task)
+    accusers: dict[str, set[str]] = {}
+    excused: set[str] = set()
+    for rank in failed:
+        node = nodes.get(_host(rank.failed_peer), "")
+        if node != rank.slot.node:
+            accusers.setdefault(node, set()).add(rank.slot.node)
+            excused.add(rank.slot.node)
+    agreed = [node for node, by in accusers.items() if node and len(by) > 1 and node not in excused]
+    if len(agreed) != 1:
+        return "", ()
+    return agreed[0], tuple(rank.rank for rank in living if rank.slot.node == agreed[0])
+
+
 def in_words(node: str, erred: DeviceError) -> str:
     """For example `n87/3 GPU driver errors (xid-79): GPU has fallen off the bus`."""
     slots = "/" + " ".join(map(str, erred.devices)) if erred.devices else ""
@@ -105,6 +130,23 @@ def matches(node: Node, erred: DeviceError, strike: FailureLocation) -> bool:
 def is_near(state: ClusterState, erred: DeviceError, at_s: float) -> bool:
     """Whether the error occurred within evidence_s_max of a fault at `at_s`."""
     return abs(erred.at_s - at_s) <= state.policy.evidence_s_max
+
+
+def _nodes_by_host(task: Task) -> dict[str, str]:
+    """The node of each host that a rank may name: the name of the node, or the address of the
+    ranks' stores. A host of several nodes names none."""
+    nodes: dict[str, set[str]] = {}
+    for rank in task.ranks.values():
+        for host in {rank.slot.node, _host(rank.endpoint)} - {""}:
+            nodes.setdefault(host, set()).add(rank.slot.node)
+    return {host: of_host.pop() for host, of_host in nodes.items() if len(of_host) == 1}
+
+
+def _host(peer: str) -> str:
+    try:
+        return split_endpoint(peer)[0]
+    except ValueError:  # without a port
+        return peer
 
 
 def _near(state: ClusterState, task: Task, strike: FailureLocation) -> list[DeviceError]:

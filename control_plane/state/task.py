@@ -175,6 +175,8 @@ class Rank(Struct, kw_only=True):
     """The last generation in which a collective or the setup failed in this process."""
     failed_seq: int = 0
     failed_status: str = ""
+    failed_peer: str = ""
+    """The peer that its failed collective names, as host:port or host; "": none."""
     timeout_reason: str = ""
     """Which deadline the process missed; decide orders it to stop immediately."""
     suspended_s: float = -1.0

@@ -47,8 +47,8 @@ class StartRank(Body, frozen=True):
     declined: str = ""
     copies: tuple[MemoryCheckpoint, ...] = ()
     has_begun: bool = False
-    """The task has trained, so its output was tried: what is wrong with it now fails saves, and ends
-    no process."""
+    """The task has trained, so its output was tried: what is wrong with it now fails saves, and
+    ends no process."""
 
 
 class StopRank(Body, frozen=True):

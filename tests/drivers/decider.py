@@ -366,7 +366,9 @@ def only(kind: type[t.Body], records: list[Record]) -> list[Any]:
     return [record for record in records if isinstance(record.body, kind)]
 
 
-def failed(d: Driver, task: int, rank: int, error: str = "closed by peer") -> list[Record]:
+def failed(
+    d: Driver, task: int, rank: int, error: str = "closed by peer", *, peer: str = ""
+) -> list[Record]:
     """A member's collective failed: it reports the failure, then that it is quiesced."""
     it = d.state.tasks[task]
     process = it.ranks[rank]
@@ -379,6 +381,7 @@ def failed(d: Driver, task: int, rank: int, error: str = "closed by peer") -> li
             generation=it.generation,
             iteration=1,
             error=error,
+            peer=peer,
         ),
     )
     return told + d.quiesced(task, rank)

@@ -1,8 +1,9 @@
 """Classifies error text: finds its status in the paper's table, the rule, the device or peer.
 
-Each line is classified separately: an XID by its number, any other line by the first rule that
-matches, unless an ignore rule applies. The line with the deepest cause (rules/rule.py) decides,
-because a watchdog, for example, only repeats another error; of equally deep ones the first.
+Each line is classified separately, unless it only quotes an error: an XID by its number, any other
+line by the first rule that matches, unless an ignore rule applies. The line with the deepest cause
+(rules/rule.py) decides, because a watchdog, for example, only repeats another error; of equally
+deep ones the first.
 """
 
 import re
@@ -10,7 +11,16 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .rules.hardware import MACHINE_RULES, xid_status
-from .rules.ignored import IGNORE_RULES, LAST_TRY, LEVEL, LEVEL_COLUMNS, IgnoreRule
+from .rules.ignored import (
+    IGNORE_RULES,
+    LAST_TRY,
+    LEVEL,
+    LEVEL_COLUMNS,
+    NOT_FOUND,
+    NOT_FOUND_WORDS,
+    QUOTE_RULES,
+    IgnoreRule,
+)
 from .rules.network import NETWORK_RULES
 from .rules.rule import HARDWARE, KILLED, Rule
 from .rules.software import ENDED_RULES, PROCESS_RULES
@@ -124,6 +134,11 @@ def _line_verdict(line: str) -> tuple[Verdict, int]:
     lowered = line.lower()
     if len(lowered) != len(line):  # the lower case of some letters is longer (Turkish I)
         line = lowered
+    quoted = _first(QUOTE_RULES, lowered)
+    if quoted is not None:
+        return Verdict("", quoted.name, line=_excerpt(line, 0)), len(RULES) - 1
+    if any(word in lowered for word in NOT_FOUND_WORDS):
+        lowered = NOT_FOUND.sub(_blanks, lowered)
     if "xid" in lowered:
         number = _XID.search(lowered)
         if number is not None:
@@ -143,6 +158,11 @@ def _line_verdict(line: str) -> tuple[Verdict, int]:
     return NOTHING, len(RULES)
 
 
+def _blanks(words: re.Match[str]) -> str:
+    """As many blanks: offsets stay the same."""
+    return " " * len(words[0])
+
+
 def _match(rule: Rule, line: str, lowered: str) -> int:
     """The offset at which the rule matches; -1: it does not."""
     for word in rule.words:
@@ -159,7 +179,12 @@ def _ignored_by(line: str, lowered: str) -> IgnoreRule | None:
         return None
     if LEVEL.search(line[:LEVEL_COLUMNS]) is not None:
         return _LEVEL_RULE
-    for rule in IGNORE_RULES:
+    return _first(IGNORE_RULES, lowered)
+
+
+def _first(ignore: tuple[IgnoreRule, ...], lowered: str) -> IgnoreRule | None:
+    """The first of these rules that matches."""
+    for rule in ignore:
         if any(word in lowered for word in rule.words) and (
             rule.pattern is None or rule.pattern.search(lowered) is not None
         ):

@@ -161,6 +161,44 @@ def test_a_device_error_under_a_collective_restarts_that_rank(d: Driver, task: i
     assert task_of(d, task).ranks[2].attempt == 2
 
 
+# --- the peer that several reports name ---------------------------------------------------------
+@pytest.mark.parametrize(
+    ("peers", "node"),
+    [
+        # ranks 0 to 3 on n1, n2, n1, n2; 4 and 5 on n3
+        ({0: "n3:41022", 1: "n3:41024"}, "n3"),
+        ({0: "n3", 1: "n3:41024", 4: ""}, "n3"),
+        ({0: "n3:41022"}, ""),  # one report
+        ({0: "n3:41022", 2: "n3:41024"}, ""),  # both from n1
+        ({0: "n3:41022", 1: "n3:41024", 4: "n1:40000"}, ""),  # n3 names another
+        ({0: "n3:41022", 1: "n3:41024", 4: "10.0.0.9:40000"}, ""),  # also one that is unknown
+        ({0: "n3:41022", 1: "n1:41024"}, ""),  # they do not agree
+        ({0: "10.0.0.2:41022", 1: "10.0.0.2:41024"}, ""),  # nobody's address
+        ({0: "127.0.0.1:41022", 1: "127.0.0.1:41024"}, ""),  # everybody's address
+    ],
+)
+def test_the_peer_that_several_nodes_name_is_the_cause(
+    d: Driver, peers: dict[int, str], node: str
+) -> None:
+    task = d.submit(spec(slots={"min": 6, "max": 6}))
+    d.obey(d.log[-20:])
+    d.progress(task)
+    seats: dict[str, list[int]] = {"n1": [], "n2": [], "n3": []}
+    for number, rank in sorted(task_of(d, task).ranks.items()):
+        seats[rank.slot.node].append(number)
+    reporters = [*(seats[name][at] for at in (0, 1) for name in ("n1", "n2")), *seats["n3"]]
+    named = {reporters[at]: peer for at, peer in peers.items()}
+    for number in sorted(reporters):
+        failed(d, task, number, CLOSED, peer=named.get(number, ""))
+    d.due(next(name for name in d.state.deadlines if name.startswith("evidence/")))
+    one = incident(d)
+    assert one.severity == "SEV3"
+    assert one.node == (node or task_of(d, task).ranks[0].slot.node)
+    assert one.ranks == (seats["n3"] if node else sorted(reporters))
+    assert ("several nodes name n3" in one.why) == bool(node)
+    assert len(one.evidence) == len(reporters) + 1, "all reports, and the deadline"
+
+
 # --- device errors ----------------------------------------------------------------------------
 def test_an_xid_is_the_root_cause_of_its_ranks_error(d: Driver, task: int) -> None:
     """An XID 79, then a CUDA error of the rank, then failed collectives of its peers."""

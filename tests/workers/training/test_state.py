@@ -269,9 +269,9 @@ def test_a_checkpoint_of_another_precision_is_refused(alone: Any, tmp_path: Path
 def test_a_job_begins_from_a_link_that_another_task_moves(alone: Any, tmp_path: Path) -> None:
     """What a member has found is read; another one that finds a later checkpoint does not mix."""
     latest, giver = tmp_path / "latest", model.build(TRAIN, torch.device("cpu"), alone)
-    for step in (3, 5):
-        _train(giver, step - 3, step)
-        checkpoint.save(str(tmp_path / f"iter-{step}"), giver, step, History())
+    for at in (3, 5):
+        _train(giver, at - 3, at)
+        checkpoint.save(str(tmp_path / f"iter-{at}"), giver, at, History())
     latest.symlink_to("iter-3")
     first, second = (checkpoint.StoredBeginning(str(latest)) for _ in range(2))
     assert first.newest() == 3

@@ -22,18 +22,21 @@ MACHINE_RULES = (
             (
                 "kernel-oops",
                 "kernel bug at|bug: unable to handle|[#",
-                r"kernel bug at|bug: unable to handle|(?:oops|fault): [0-9a-f]{1,8} \[#\d",
+                r"kernel bug at|bug: unable to handle|(?:oops|fault|0x[0-9a-f]{1,16}): [0-9a-f]{1,8} \[#\d",
             ),
             (
                 "machine-check",
-                "machine check|hardware error]",
-                r"machine check exception|fatal machine check|hardware error\]: .{0,40}uncorrected"
+                "machine check|hardware error]|mce broadcast",
+                r"cpus not responding to mce broadcast|machine check exception|fatal machine check|hardware error\]: .{0,40}uncorrected"
                 r"|event severity: fatal",
             ),
             (
                 "pcie-fatal",
-                "(fatal)|pcie bus error|pciehp",
+                "(fatal)|pciehp|aer: |dpc: ",
                 r"uncorrect(?:ed|able) \(fatal\)(?! error(?:s|\(s\))? ?: ?0)"
+                # of an NVIDIA GPU: pcie-gpu
+                r"|\b(?:pcieport|mlx\d_core|bnxt_en|nvme|ice|i40e|ixgbe|irdma|efa|hfi1|cxi_ss1|amdgpu|habanalabs)"
+                r" [0-9a-f:.]{7,12}: aer: (?:can't recover|device recovery failed)|dpc: containment event"
                 r"|pciehp: slot\(\S{1,12}\): (?:link down|card not present)",
             ),
             (
@@ -55,6 +58,18 @@ MACHINE_RULES = (
                 r"|i/o .{0,60}timeout, (?:reset|disable) controller)"
                 r"|nvme\d{1,3}n\d{1,3}: .{0,60}, i/o error \(sct",
             ),
+            # the firmware of a NIC no longer answers, or its module is broken; NVSentinel's list
+            # (docs/nic-health-monitor/syslog-detection-correlation.md) has the first four as fatal
+            (
+                "nic-lost",
+                "mlx|bnxt|health|leak of a command|bus stuck",
+                r"will cause a leak of a command|device's health compromised"
+                r"|\bpoll_health:.{0,30}fatal error [1-9]|\bmlx\d.{0,90}(?:unrecoverable|\bassert_var"
+                r"|firmware internal error|irisc not responding|handling bad device|in error state"
+                r"|health recovery .{0,20}(?:abort|fail)|pci reads still not working)"
+                r"|\bbnxt_en\b.{0,60}firmware (?:is not responding|hardware error|fatal)"
+                r"|cable error, bus stuck",
+            ),
             # a node that its scheduler takes out, a process there that nothing can end
             (
                 "node-failed",
@@ -62,7 +77,9 @@ MACHINE_RULES = (
                 "|node not ready|nodelost|marked dead|marked as dead|lost communication with"
                 "|is unreachable|preempt|pre-empt|node it was running on|shutting down|shutdown"
                 "|kill task failed|not ending with signals|prolog|epilog|kubelet stopped|nodestatusunknown"
-                "|unhealthynode|node health|spot|set to down|marked down|reboot|system is |nhc|set to ",
+                "|unhealthynode|node health|spot|set to down|marked down|reboot|system is |nhc|set to "
+                "|node has |node failed|dead or unavailable|nodediederror|setting node|kerneldeadlock"
+                "|scheduled event|host_maintenance",
                 r"node failure\b|due to node failure|node_fail\b|nodes? \S{1,80} not responding"
                 r"|\bnodenotready\b|node \S{1,80} (?:is |status is now: )?(?:notready|not ready)"
                 r"|\bnode (?:\S{1,80} )?is shutting down|\bnodeshutdown\b|imminent node shutdown|kubelet stopped posting"
@@ -76,7 +93,15 @@ MACHINE_RULES = (
                 r"|nodelost|node .{0,200}(?:has|was|is|been|beem) marked (?:as )?dead"
                 r"|lost communication with a remote daemon|\bdown\* .{0,80}not responding|\b(?:node"
                 r"|instance|host|machine|vm)s?\b.{0,40}\b(?:was|were|been|being|got) pre-?empted"
-                r"|node it was running on is dead",
+                r"|node it was running on is dead"
+                # Ray about the node of a worker, its actor or its owner
+                r"|nodediederror\b|(?:owner's|its|the) node (?:has |was )?(?:died|crashed|failed)\b"
+                r"|\bnode .{0,40} (?:was|is) dead or unavailable"
+                # slurmctld; Kubernetes; node-problem-detector
+                r"|setting nodes? \S{1,80} state to (?:inval|drain|down|fail)|kubeletnotready"
+                r"|kerneldeadlock\s{1,8}true"
+                # clouds, about the machine
+                r"|scheduled event (?:preempt|terminate|reboot|redeploy)|terminate_on_host_maintenance",
             ),
             (
                 "overheated",
@@ -116,9 +141,10 @@ MACHINE_RULES = (
             ),
             (
                 "ecc-remap-failed",
-                "remap|retirement|retired page",
+                "remap|retirement|retired page|rma",
                 r"row[- ]remap\w{0,6} (?:failure|failed)(?!\w| ?(?:occurred ?)?: ?(?:no|0))"
-                r"|remapping failure occurred\s{0,20}: ?yes|(?:page )?retirement (?:failure|failed)",
+                r"|remapping failure occurred\s{0,20}: ?yes|(?:page )?retirement (?:failure|failed)"
+                r"|\bqualifies for rma\b|\brma (?:is )?(?:required|needed)\b",
             ),
             (
                 "ecc-host-memory",
@@ -168,8 +194,10 @@ MACHINE_RULES = (
                 "nvlink|nvl link",
                 r"\bnvl link \d{1,3} (?:is )?(?:in )?(?:disabled|inactive|down|failed)"
                 r"|nvlink\w{0,24}: gpu \S{1,12} unhealthy|nvlink_(?:down|crc_\w{4,8}_threshold"
-                r"|error_(?:threshold|critical))|fail\w{0,4} to \w{1,12} nvlink|nvlink.{0,80}(?:fatal|fail"
-                r"|fault|link (?:\d{1,2} )?(?:is )?(?:currently )?down|inactive|timed? ?out|lane error"
+                r"|error_(?:threshold|critical))|fail\w{0,4} to \w{1,12} nvlink"
+                # not NVIDIA's linker, which has the same name
+                r"|nvlink(?! {1,2}(?:fatal|error|warning|info) {0,4}:).{0,80}(?:fatal|fail"
+                r"|fault|link (?:\d{1,2} )?(?:is )?(?:currently )?down|(?<!\b0 )inactive|timed? ?out|lane error"
                 r"|flit error|crc error|replay error|recovery error)",
             ),
         ),
@@ -231,11 +259,36 @@ MACHINE_RULES = (
             ),
             (
                 "gpu-absent",
-                "cuda-capable|tpu |slice_failure|/dev/accel|error interrupt|no cuda gpus|nodevice|no_device|no nvidia|rocm-capable|no hip gpus",
+                "cuda-capable|tpu |slice_failure|/dev/accel|error interrupt|no cuda gpus|nodevice|no_device"
+                "|no nvidia|rocm-capable|no hip gpus|/dev/nvidia|/dev/kfd|/dev/dri/render|/dev/davinci|/dev/neuron",
                 r"tpu (?:driver |device )?initialization failed|slice_failure_\w|tpu session error"
                 r"|/dev/accel\d.{0,60}fatal error|received error interrupt! fatal: true|no (?:cuda|rocm)-capable device|no (?:cuda|hip) gpus are available|(?:cuda"
                 r"|hip)errornodevice|cuda_error_no_device|found no nvidia driver|no nvidia (?:gpu|driver"
-                r"|graphics adapter)",
+                r"|graphics adapter)"
+                # the kernel's file of one GPU is missing; a message names it first or last
+                r"|/dev/{1,2}(?:nvidia\d|kfd|dri/render\w?\d|accel/?(?:accel)?\d|davinci\d|neuron\d)\w{0,3}"
+                r"[)':]{0,3}.{0,12}(?:no such (?:file|device)|not found|does not exist)"
+                r"|no such (?:file or directory|device)[^/]{1,12}/dev/(?:nvidia\d|kfd|dri/render"
+                r"|davinci\d|neuron\d)",
+            ),
+            # the device or its heartbeat is gone: Ascend's EL0001 and 507010, habanalabs, AWS Neuron
+            (
+                "accelerator-lost",
+                "lost heartbeat|device lost|el0001|507010|habanalabs|lost state|nrt_exec_hw_err|device_absent"
+                "|neuron",
+                r"device ?\[\d{1,3}\] lost heartbeat|reason=\[?(?:the device is )?lost heartbeat"
+                r"|report device lost|\bel0001\b|device_absent|runtime result = 507010\b"
+                r"|habanalabs .{0,40}(?:heartbeat failed|going to (?:hard[- ])?reset|not operational"
+                r"|device is (?:dead|lost|unusable))|\bneuron\b.{0,40}reset failed|device is in lost state|\bnrt_exec_hw_err_\w",
+            ),
+            # the kernel module is not there, or finds no device
+            (
+                "driver-absent",
+                "nvidia|amdgpu|habanalabs|driver installation|rock module",
+                r"error validating driver installation|rock module is not loaded|(?:modprobe|insmod): (?:error|fatal): .{0,40}\b(?:nvidia"
+                r"(?!.?(?:peer|fs|gdr))|amdgpu|habanalabs)|(?:failed|unable) to (?:load|insert) (?:the )?"
+                r"(?:module )?(?:nvidia(?!.?(?:peer|fs|gdr))|amdgpu|habanalabs)|nvidia-uvm: failed to create"
+                r"|could not insert '(?:nvidia(?!.?(?:peer|fs|gdr))|amdgpu|habanalabs)",
             ),
             (
                 "nvml-failed",
@@ -281,10 +334,12 @@ MACHINE_RULES = (
             # a scheduler that finds fewer GPUs than the node has
             (
                 "gpu-count",
-                "devices unavailable|no healthy devices|gres/gpu|unhealthy|device plugin|allocation devices",
+                "devices unavailable|no healthy devices|gres/gpu|unhealthy|device plugin|allocation devices"
+                "|acceleratedhardwareready|gpumissing",
                 r"allocate failed due to device plugin|error getting list of preferred allocation devices"
                 r"|devices unavailable for \S{0,4}(?:nvidia|amd|gpu\.intel|habana)\S{0,6}/"
-                r"|no healthy devices.{0,80}(?:gpu|nvidia|amd\.com)|gres/gpu\S{0,20} count (?:reported )?(?:lower|too low)"
+                r"|no healthy devices.{0,80}(?:gpu|nvidia|amd\.com)|gres/gpu\S{0,20} count (?:reported )?(?:lower"
+                r"|too low|changed from)|acceleratedhardwareready\W{1,12}false|\bgpumissing\s{1,8}true"
                 r"|(?:\bgpu|nvidia\.com/gpu|device)\S{0,60} ?(?:has been |is |was |will go |went |marked "
                 r"){1,2}(?:as )?unhealthy",
             ),
@@ -307,7 +362,7 @@ MACHINE_RULES = (
                 "pcie-gpu",
                 "nvidia",
                 r"nvidia [0-9a-f:.]{7,16}: (?:aer: (?:can't recover|.{0,60}fatal)"
-                r"|device has no aer-aware)",
+                r"|device has no aer-aware|.{0,12}change power state .{0,60}inaccessible)",
             ),
             # amdgpu; agrees with AMD's list of kernel messages (amd/node-scraper, dmesg)
             ("amd-lost", "device lost from bus"),
@@ -336,8 +391,8 @@ MACHINE_RULES = (
                 r"\bsmu: (?:response:0x|i'm not done"
                 r"|no response)|failed to send message 0x[0-9a-f]{1,8}, response 0x(?!1\b)"
                 r"|failed to (?:dis|en)able \w{0,10} ?(?:smu|dpm) features|smc (?:is not ready"
-                r"|engine is not correctly up)|psp (?:resume|create ring) failed|(?:resume|suspend"
-                r"|hw_init) of ip block <\w{2,20}> failed",
+                r"|engine is not correctly up)|psp (?:resume|create ring) failed|\b\w{4,10}"
+                r" of ip block <\w{2,20}> failed",
             ),
             (
                 "amd-init",
@@ -408,19 +463,22 @@ MACHINE_RULES = (
             (
                 "oom-killer",
                 "oom|out of memory|memory cgroup|memory limit|memory pressure|outofmemory|low on memory",
-                r"system oom encountered|killed due to memory pressure|ray\.exceptions\.outofmemory"
-                r"|node running low on memory|oom[-_ ]?kill|out of memory: kill|cgroup out of memory|\boomkilled\b|oom_reaper: reaped"
+                r"system oom encountered|killed .{0,300}due to memory pressure|ray\.exceptions\.outofmemory"
+                # not a counter, which may be 0
+                r"|node running low on memory|oom[-_ ]?kill(?!\w{0,2}\W{1,3}\d|\w{0,12} 0\b)|out of memory: kill|cgroup out of memory|\boomkilled\b|oom_reaper: reaped"
                 r"|task \d{1,7}: out of memory|out_of_memory state|exceeded (?:\w{3,4} )?memory limit",
             ),
             (
                 "crashed",
                 "segfault|segmentation fault|bus error|general protection|sigsegv|sigbus|sigill"
                 "|illegal instruction (core|stack smashing|double free|heap corruption|free(): "
-                "|malloc(): |corrupted size|floating point exception",
+                "|malloc(): |corrupted size|floating point exception|munmap_chunk()|malloc_consolidate()"
+                "|pure virtual method",
                 r"segfault at|segmentation fault"
-                r"|\bbus error|traps: .{0,60}general protection|\bsig(?:segv|bus|ill)\b"
+                r"|(?<!pcie )\bbus error|traps: .{0,60}general protection|\bsig(?:segv|bus|ill)\b"
                 r"|illegal instruction \(core|stack smashing detected|double free or corruption"
-                r"|heap corruption|free\(\): inv|malloc\(\): |corrupted size vs|floating point exception",
+                r"|heap corruption|free\(\): inv|malloc\(\): |corrupted size vs|floating point exception"
+                r"|(?:munmap_chunk|malloc_consolidate)\(\): |pure virtual method called",
             ),
             (
                 "worker-killed",
@@ -473,9 +531,10 @@ MACHINE_RULES = (
             ),
             (
                 "cuda-library",
-                "cublas|cudnn|cusolver|cusparse|cufft|cutlass|curand",
+                "cublas|cudnn|cusolver|cusparse|cufft|cutlass|curand|hipblas|rocblas|miopen|rocsolver|hipsparse",
                 r"(?:cublas|cudnn|cusolver|cusparse|curand)_status_(?!success)\w{3}|(?:cudnn|cublas"
                 r"|cusolver|cusparse|cufft|curand) ?(?:runtime )?error"
+                r"|(?:hipblas(?:lt)?|rocblas|miopen|rocsolver|hipsparse)(?:_status_(?!success)\w{3}| error)"
                 r"|check failed: .{0,40}_status_success|cufft_(?!success)\w{3,30}|cutlass error",
             ),
         ),

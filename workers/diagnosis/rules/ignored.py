@@ -27,12 +27,102 @@ LEVEL_COLUMNS = 200
 LEVEL = re.compile(
     r"(?<![\w.=/'\"-])(?:INFO|DEBUG|TRACE)(?![\w=])(?!:? ?(?:task |rcu|kernel))"
     r"(?!.{0,4}\[rank\d{1,6}\]: )"
+    # structured logs: level=info, "level":"info"
+    r"|\b(?:level|lvl|severity)\"?[=:] ?\"?(?i:info|debug|trace)\b"
     r"|(?:^|[\s\[:\]])I(?:\d{3,4} \d\d:\d\d:|\s[\w.]{1,40}\.(?:cpp|h|cc|py|go):\d"
     r"| \d{1,8} \d{1,8}\])"  # Ray
 )
 
 LAST_TRY = re.compile(r"\bretrying \((\d{1,4})/\1\)")
 """The last retry has failed: such a line is classified at any log level."""
+
+# What a health check did not find: these words are taken out before a line is classified, so that a
+# fault that the same line names is found nevertheless.
+_CHECKED = (
+    r"(?:xids?|sxids?|ecc|uncorrect\w{2,5}|correct\w{2,5}|double[- ]bit|dbe|row[- ]remap\w{0,5}|nvlinks?|pcie|aer"
+    r"|hardware|hw|gpus?|kernel|nccl|oom|links?|fatal|critical|health|ib|infiniband|memory|thermal|cuda|dcgm"
+    r"|driver|fabric|known|recent|new|pending|or|and)"
+)
+NOT_FOUND = re.compile(
+    rf"\b(?:no|zero|0|without(?: any)?|never (?:saw|seen|had)) (?:{_CHECKED}[ ,/]{{1,2}}){{0,5}}(?:errors?|failures?"
+    r"|faults?|panics?|issues?|kills?|flaps?|lockups?|problems?|xids?(?: \d[\d, ]{0,40})?)\b(?! of)"
+    r"|\b(?:no|0|zero) (?:nvidia )?gpus? (?:is |are |was |were |has |have )?(?:been )?(?:lost|fallen off the bus)"
+    r"|\b(?:no|0|zero) (?:inactive|failed|degraded|lost|unhealthy) (?:nvlinks?|links?|ports?|gpus?|nodes?)\b"
+)
+NOT_FOUND_WORDS = ("no ", "zero ", "0 ", "without ", "never ")
+
+# Lines that tell of an error that nobody has: they come before every rule, also before XIDs.
+QUOTE_RULES = (
+    # a check or a test that has passed
+    _ignore(
+        "passed",
+        "✔|✓|✅|pass|ok",
+        r"^\s{0,8}(?:✔|✓|✅|\[ ?(?:ok|pass(?:ed)?) ?\]|pass(?:ed)?\b(?! ?[:=])|ok \d)"
+        r"|::\S{1,300} passed\b|\.\.\. ?ok\s*$",
+    ),
+    # what people and models write to each other: samples of a task
+    _ignore(
+        "dialogue",
+        "prompt|response|role|question|decoded|generated|assistant|completion|human:|observation"
+        '|tool_result|"text"|sample ',
+        r"\[(?:prompt|response|question|completion|generated|assistant|user|sample)\]"
+        r"|[\"']role[\"']: ?[\"'](?:user|assistant|system)[\"']"
+        r"|(?:^|[\])] ?)(?:prompt|question|completion|assistant|human|(?:decoded|generated)(?: text)?"
+        r"|observation|(?:dataset )?sample \d{1,9}): |\btool_result\b|^\{\"text\":",
+    ),
+    # documents, comments, advice: a condition, not an event
+    _ignore(
+        "advice",
+        "#|//|if |see |hint|tip|note|refer|possible|solution|for more|docs|this |it |that |these |there ",
+        r"^(?:\[\w{1,12}\]:? ?)?\s{0,8}(?:#{1,4} |// |if |see (?:also |the |https?:)|hint: |tip: |note: |refer to "
+        r"|possible (?:cause|reason)s?\b|solutions?: |for more |docs?: |(?:this|it|that|these|there)"
+        r" (?:\w{1,12} )?(?:can|could|may|might|usually|often|typically) )",
+    ),
+    # a command, and the patterns that somebody looks for
+    _ignore(
+        "command",
+        "grep|pattern|keyword|regex|searching|matches|+ |$ |timeout |trap |export |rm -",
+        r"\bgrep\b|\b(?:patterns?|keywords?|regex(?:es|p)?)\W{1,3}[\[(\"'/]|\b0 matches\b"
+        r"|^\s{0,4}(?:\+{1,3}|\$) [\w./]|^(?:timeout \d|trap '|export \w|rm -)",
+    ),
+    _ignore(
+        "source-code",
+        "raise |except |def |class |log",
+        r"^\s{0,40}(?:raise [\w.]{1,80}\(|except \w|(?:async )?def \w{1,80}\(|class \w{1,80}[(:])"
+        r"|\blog(?:ger|ging)?\.\w{3,12}\(",
+    ),
+    # what happened before, and is over
+    _ignore(
+        "past",
+        "last |previous |earlier |resolved|resum|reconnected|established|rejoined|restarted|closed again"
+        "|incident ",
+        r"\b(?:last|previous|earlier) (?:failure|run|attempt|crash)\b|\[resolved\]|\bincident \d{1,9} (?:was |is )?"
+        r"(?:closed|resolved|healed)|\b(?:resum(?:ed|ing)|re-?established|reconnected|rejoined|restarted"
+        r"|closed again)\b.{0,12} after ",
+    ),
+    # messages that are left out, and what is set up for the day of a fault
+    _ignore(
+        "left-out",
+        "similar|harmless|messages",
+        r"\b(?:skipped|suppressed|filtered|ignored) (?:\S{1,20} ){0,3}(?:similar|messages)|known harmless",
+    ),
+    _ignore(
+        "set-up",
+        "handler|will dump|enabled|set to|for codes",
+        r"\b(?:install|regist)\w{0,6}\b.{0,40}\bhandlers?\b(?!.{0,200}(?:error|fail|exception))"
+        r"|\bhandlers? (?:is |are )?(?:installed|registered)"
+        r"|\bwill dump (?:a )?traceback|\b(?:monitoring|damping|scrubbing|containment|detection)\b (?:is )?enabled"
+        r"|\bthresholds? (?:is |was )?set to \d",
+    ),
+    # of a server, about what it has answered
+    _ignore(
+        "access-log",
+        "http/",
+        r"\"(?:get|post|put|head|delete|patch) \S{1,400} http/\d(?:\.\d)?\" [1-5]\d\d\b",
+    ),
+    # Kubernetes sends no requests to such a container, and does nothing else
+    _ignore("not-ready-yet", "probe failed", r"readiness probe failed"),
+)
 
 # A rule matches the harmless message, not a word of it: a fault may have the same word, or be
 # counted in the same line.
@@ -79,7 +169,7 @@ IGNORE_RULES = (
         "correct|edac|ce error|single",
         r"^(?!.{0,1000}(?:uncorrect(?:ed|able)|double[- ]bit|\bue\b)).{0,1000}?"
         r"(?:\bcorrect(?:ed|able) .{0,20}error"
-        r"|severity[=:] ?corrected|\d ce (?:error|memory)|error\(s\) corrected|single[- ]bit)",
+        r"|severity[=:] ?correct(?:ed|able)|\d ce (?:error|memory)|error\(s\) corrected|single[- ]bit)",
     ),
     _ignore(
         "nonfatal",
@@ -140,7 +230,42 @@ IGNORE_RULES = (
     ),
     # a reader of counters asks for registers that the port's firmware keeps to itself
     _ignore("register-denied", "access_reg", r"mlx\d_cmd_\w{3,12}:.{0,60}access_reg\S{0,10} "),
-    _ignore("address-family", "errno: 97|hostname of the client socket cannot be"),
+    # torch looks a name up by IPv6, then by IPv4
+    _ignore(
+        "address-family",
+        "errno: 97|hostname of the client socket cannot be|the ipv6 network addresses of",
+    ),
+    # what a server's ssh daemon prints when somebody leaves
+    _ignore("ssh-daemon", "sshd", r"\bsshd(?:-session)?\[\d"),
+    # UCX has a level for errors too
+    _ignore("ucx-warning", "ucx", r"\bucx  ?(?:warn|diag)\b(?!.{0,30}async)", depth_max=DEVICE),
+    # "nothing found, so the other way": not NCCL's, which names a fault of the machine
+    _ignore(
+        "fallback",
+        "fall|instead|using ",
+        r"^(?!.{0,400}nccl warn).{0,400}?\b(?:falls? ?back|falling back|(?:us(?:e|ing)|with) \S{1,60}"
+        r" instead\b)",
+        depth_max=FABRIC,
+    ),
+    _ignore(
+        "sample-skipped",
+        "skipping|dropping",
+        r"(?:^|[:\]] ?)(?:skipping|dropping) (?:\w{1,12} )?(?:batch|sample|file|shard|record|document"
+        r"|row|image|example)s?\b",
+        depth_max=FABRIC,
+    ),
+    # programs that a model has written and a task runs and scores
+    _ignore("scored", "reward", r"\breward\s?[=:]\s?-?\d", depth_max=HARDWARE),
+    _ignore("tool-warning", "warning: ", r"^(?:\S{1,40}: )?warning: ", depth_max=FABRIC),
+    # a sample of a metric whose value is 0
+    _ignore("metric", " 0", r"^[a-z_][\w:.]{3,120}(?:\{.{0,1000}\})? 0(?:\.0)?\s*$"),
+    # a line of settings, not of events
+    _ignore(
+        "setting",
+        "true|false|none|null",
+        r"^[\w\s.'\"-]{1,100}[:=.] ?(?:true|false|none|null)\b,?\s*(?:#.{0,400})?$",
+        depth_max=HARDWARE,
+    ),
     # torch tries localhost by IPv6 first, then by IPv4
     _ignore(
         "localhost-by-ipv6",
@@ -198,6 +323,15 @@ IGNORE_RULES = (
         "retry|retries|attempts remain",
         r"(?:retry|retries) (?:succeeded"
         r"|successful)|\bretrying \((?:retry\(|\d{1,4} attempts remain)|\bretrying in \d",
+    ),
+    # the error of a try that is not the last; a file system that tries again is away until then
+    _ignore(
+        "tried-again",
+        "retry|attempt|tries|try ",
+        r"\b(?:attempt|try|retry)(?: ?#| number)? ?\(?(\d{1,4}) ?(?:/|of|out of) ?(?!\1\b)\d"
+        r"|\bretrying \S{1,80} in \d|[,;] (?:will retry|retrying)\b(?! \(|\.\.\.$)|\bretrying after\b"
+        r"|\b(?:sleeping|waiting|backing off) .{0,24}before (?:the )?(?:next )?(?:retry|attempt|try)",
+        depth_max=FABRIC,
     ),
     # the kernel aborts one request; if that fails, it logs "reset controller"
     _ignore(

@@ -10,15 +10,20 @@ NETWORK_RULES = (
         (
             (
                 "ib-port-error",
-                "port error|port_err|port down|port_down",
-                r"async (?:error )?event.{0,30}port error|port[_ ]err\b|ibv_event_port_err|state:? .{0,10}port_down",
+                "port error|port_err|port down|port_down|port flap|port drop|down too long|are active",
+                r"async (?:error )?event.{0,30}port error|port[_ ]err\b|ibv_event_port_err|state:? .{0,10}port_down"
+                # gpud
+                r"|\bib port (?:flap|drop)\b.{0,40}\bdown\b|device\(s\) down too long"
+                r"|\bonly \d{1,3} ports?(?:\(s\))? (?:is|are) active",
             ),
             (
                 "link-down",
                 "link|carrier",
-                r"\b(?:nic|hsn\d|cxi\d|eth\w{0,8}|ib\w{0,8}|en\w{1,16}|bond\w{0,8}|adapter"
-                r"|net\w{0,8}|port \d{1,3}|slave \S{1,20})\)?,? ?:? (?:nic |port |physical )?link (?:is "
-                r"|status |has gone |went )?(?:definitely |is )?down\b|nic link is down"
+                # after the name of an interface, or as the whole message of a driver
+                r"(?:\b(?:nic|hsn\d|cxi\d|eth\w{0,8}|ib\w{0,8}|en\w{1,16}|bond\w{0,8}|adapter"
+                r"|net\w{0,8}|port:? \d{1,3}|slave \S{1,20})\)?,? ?:?|[\w\])]:) (?:nic |port |physical )?link"
+                r" (?:is |status |has gone |went )?(?:definitely |is )?down\b(?! ?(?:events?|counts?)?\s?[:=])"
+                r"|nic link is down|\bsm port is down"
                 r"|link status (?:definitely )?down|lost carrier|carrier (?:lost|is off|down)|link flap"
                 r"|link[_ ](?:error[_ ]recovery|downed)\w{0,10}.{0,20}(?:counter(?!.{0,4}\b0)|incre|rose|grew"
                 r"|exceed)",
@@ -64,8 +69,8 @@ NETWORK_RULES = (
         (
             (
                 "ib-completion",
-                "completion|vendor err|wc_|retry exc|transport retry|syndrome|error cqe",
-                r"got completion (?:from peer )?.{0,90}(?:status ?=|error) ?\d|vendor err \d"
+                "completion|vendor err|vendor_err|wc_|retry exc|retry count|syndrome|error cqe",
+                r"got completion (?:from peer )?.{0,90}(?:status ?=|error) ?\d|vendor[ _]err(?: |:|=)\s?(?:0x)?\d"
                 r"|ibv_wc_(?!success)\w{3}|(?:transport )?retry (?:count|counter|exc)\w{0,10} ?exceed"
                 r"|retry_exc_err|completion with error|vendor[_ ]synd\w{0,5} ?:? ?0x|\berror cqe\b"
                 r"|(?:send|receive|recv|work) completion error"
@@ -74,7 +79,7 @@ NETWORK_RULES = (
             (
                 "ib-call",
                 "ibv",
-                r"\b(?:ibv_\w{2,30}|\w{0,12}ibverbs\w{0,8}).{0,60}(?:fail|error|unable)",
+                r"\b(?:ibv_(?!fork)\w{2,30}|\w{0,12}ibverbs\w{0,8}).{0,60}(?:fail|error|unable)",
             ),
             # the memory that processes share across nodes: its connections, not its heap
             (
@@ -102,7 +107,8 @@ NETWORK_RULES = (
                 r"|didn't|isn't ready|not ready"
                 r"|closed|abort)|mlx\d_\w{0,20}.{0,90}(?:health compromised|fatal error|synd 0x"
                 r"|timeout\. will|command failed|device's health|internal error|failed with error"
-                r"|is down\b)|\b(?:efa|bnxt_en|irdma)\w{0,8}.{0,90}(?:failed|fatal|reset)"
+                r"|is down\b)|\b(?:efa|bnxt_\w\w|irdma)\w{0,8}.{0,90}(?:failed|fatal|reset|abnormal ae_id)"
+                r"|\bena\b.{0,60}(?:tx|packet) \S{0,3} ?(?:that )?(?:wasn't|hasn't|was not) complete"
                 r"|\bcxi\w{0,8}\b.{0,90}(?:fail|\berror\b|fatal|fault|timed? ?out"
                 r"|retry handler)"
                 r"|\bhfi1\b.{0,60}(?:fatal|freeze|fail)",
@@ -150,8 +156,8 @@ NETWORK_RULES = (
             ),
             (
                 "gpfs",
-                "mmfs|gpfs|disk lease",
-                r"\bmmfs\w{0,8}\b.{0,30}\[[ex]\](?!.{0,120}(?:no space|quota))|disk lease .{0,30}(?:expired"
+                "mmfs|gpfs|disk lease|lost membership",
+                r"\bmmfs\w{0,8}\b.{0,30}\[[ex]\](?!.{0,120}(?:no space|quota))|\[e\] lost membership in cluster|disk lease .{0,30}(?:expired"
                 r"|overdue)|(?:gpfs|mmfs\w{0,4}).{0,120}(?:lost connection|lease|expel|unmounted by the"
                 r" system|forced unmount|panic|not responding|timed? ?out)",
             ),
@@ -164,11 +170,12 @@ NETWORK_RULES = (
             (
                 "storage-client",
                 "weka|beegfs|gluster|daos|vast|juicefs|alluxio|moosefs|panfs|gcsfuse|s3fs|0-vol|rpc-clnt"
-                "|has not responded",
+                "|has not responded|rbd|iscsi",
                 r"(?:weka|beegfs|gluster|\bdaos|\bvast\b|juicefs|alluxio|moosefs|panfs|gcsfuse|s3fs)"
                 r"(?!.{0,160}\btime\w{0,12} ?[=:] ?\d).{0,160}(?:not respond|communication error|suspended"
                 r"|timed ?out|unreachable|disconnect|cannot connect|no connection)"
-                r"|has not responded in the last \d",
+                r"|has not responded in the last \d|\brbd\d{1,3}: encountered watch error"
+                r"|\biscsi.{0,24}connection\d{1,3}:\d{1,3}: (?:ping timeout|detected conn error)",
             ),
             (
                 "subnet-manager",
@@ -182,9 +189,9 @@ NETWORK_RULES = (
                 "not responding|unresponsive client|lustre|lnet|ptlrpc|nfs|ceph|gpfs|endpoint shutdown",
                 r"nfs: server \S{1,80} not responding|cannot send after transport endpoint"
                 r"|evict\w{0,3} unresponsive client|lustre.{0,160}(?:was lost|timed out|network error"
-                r"|evicted|rc = -1(?:0[4-9]|1\d)\b|failed: -1(?:0[4-9]|1\d)\b)|lnet.{0,90}(?:timed out"
+                r"|(?<!\b0 were )evicted|rc = -1(?:0[4-9]|1\d)\b|failed: -1(?:0[4-9]|1\d)\b)|lnet.{0,90}(?:timed out"
                 r"|error|failed)|(?:libceph|ceph).{0,60}(?:socket closed|connect error|timed? ?out"
-                r"|session lost|\bhung\b|blocklisted|blacklisted|(?:osd|mon|mds)\S{0,6} down\b)",
+                r"|session lost|reconnect denied|\bhung\b|blocklisted|blacklisted|(?:osd|mon|mds)\S{0,6} down\b)",
             ),
         ),
         can_pass=True,
@@ -199,12 +206,14 @@ NETWORK_RULES = (
                 "|econnaborted|errno 104|connectionclosed|connection was closed|connection closed"
                 "|connection lost|disconnected|socket closed|stream removed|unexpected eof"
                 "|remotedisconnected|likely closed|got 0 bytes|serverdisconnected|server shutdown"
-                "|connection broken|not alive",
+                "|connection broken|not alive|unexpectedly closed|error: eof",
                 r"connection (?:was )?(?:forcibly )?reset|reset by (?:remote )?peer|econnreset"
                 r"|errno[: ]*104\b|(?:connection|socket) (?:was )?closed (?:by|before)"
                 r"|closed by (?:remote )?peer|broken ?pipe|epipe\b|econnaborted|connection abort"
                 r"|connectionclosederror|remotedisconnected|(?:remote end|peer) (?:closed|disconnected)"
                 r"|socket closed|stream removed|unexpected eof\b(?!, expected \d)|connection lost"
+                # TensorPipe: the other end has closed
+                r"|\berror: eof \(this error originated"
                 r"|unexpectedly closed|likely closed|recv,? got 0 bytes|serverdisconnected"
                 r"|server shutdown or crash|(?:session|peer|endpoint) .{0,60}is not alive|connection broken (?:while|by|during)",
             ),
@@ -378,7 +387,7 @@ NETWORK_RULES = (
                 "nccl-socket",
                 " warn |socket",
                 r"(?:nccl|:\d{1,5}) warn.{0,60}(?:socket|bootstrap|net/"
-                r"|proxy|accept|listen).{0,160}(?:fail|error|wrong|refus|unexpected|mismatch)"
+                r"|proxy|accept|listen).{0,160}(?:fail|error|wrong|refus|unexpected|mismatch|truncated)"
                 r"|bootstrap : no socket interface|\b(?:nccl)?socket[a-z]{4,20}(?:: "
                 r"| poll)(?!.{0,80}success)",
             ),

@@ -7,8 +7,12 @@ from .rule import FABRIC, RAISED, TRACE, WRAPPER, Rule, rules
 
 # An exception as Python prints it: a capitalised name, optionally after a prefix or a module.
 _EXCEPTION = (
-    r"(?:^|[\s\]>|:：│(])(?:[a-z_]\w{0,40}\.){0,8}(?!Lustre)(?=\w{5})_?[A-Z]\w{0,60}"
-    r"(?:Error|Exception|Failure|Exit|NotFound|Expired|Exhausted|Mismatch)(?::|\(|\s*$)"
+    r"(?:^|[\s\]>|:：│(])(?:(?:[a-z_]\w{0,40}\.){0,8}(?!Lustre)(?=\w{5})_?[A-Z]\w{0,60}"
+    r"(?:Error|Exception|Failure|Exit|NotFound|Expired|Exhausted|Mismatch|Invalid)(?::|\(|\s*$)"
+    # any class of a module of exceptions: torch._dynamo.exc.Unsupported, triton's OutOfResources
+    r"|(?:[a-z_]\w{0,40}\.){1,6}_?(?:exc|errors?|exceptions?)\.[A-Z]\w{3,60}(?::|\(|\s*$))"
+    r"|^(?:\[rank\d{1,6}\]: ?)?(?:(?:zlib|struct|binascii|socket|select)\.error: |queue\.(?:Empty|Full)\s*$"
+    r"|Stop(?:Async)?Iteration\s*$)"
 )
 
 ENDED_RULES = (
@@ -176,10 +180,33 @@ PROCESS_RULES = (
             ),
             (
                 "library-missing",
-                "shared object|undefined symbol|glibc|command not found|no module named|no such file",
-                r"cannot open shared object file: no such|undefined symbol"
+                "shared object|undefined symbol|glibc|command not found|no module named|no such file"
+                "|cannot find -l",
+                r"cannot open shared object file: no such|undefined symbol|\bld\S{0,5}: cannot find -l"
+                r"|execve\(\): .{0,200}no such file"
                 r"|glibc\w{0,3}_\d\S{0,12}' not found|command not found|no module named"
                 r"|can't open file .{0,200}no such file",
+            ),
+            # "ptxas fatal   : Value 'sm_120' is not defined", and the same of nvcc and nvlink
+            (
+                "compiler",
+                "ptxas|nvcc|nvlink|fatbinary|cicc|hipcc|collect2|ninja: build",
+                r"\b(?:ptxas|nvcc|nvlink|fatbinary|cicc|hipcc)\b.{0,200}\b(?:fatal|error) {0,4}:"
+                r"|collect2: error|ninja: build stopped",
+            ),
+            # Python's argparse
+            (
+                "arguments",
+                ": error: ",
+                r"^\S{1,80}: error: (?:unrecognized arguments|the following arguments are required"
+                r"|argument \S)",
+            ),
+            # of C, Rust and Go
+            (
+                "assertion",
+                "assertion|panic",
+                r"\.(?:c|cc|cpp|cxx|h|hpp):\d{1,6}: .{0,200}\bassertion\b.{0,300}failed|\bassertion failed:"
+                r"|\bthread '.{0,60}' panicked at|^panic: ",
             ),
             (
                 "permission-denied",
@@ -188,8 +215,9 @@ PROCESS_RULES = (
             ),
             (
                 "memory-short",
-                "cannot allocate memory|bad_alloc|enomem|defaultcpuallocator|unable to allocate",
-                r"cannot allocate memory|unable to allocate [\d.]{1,12} ?.i?b\b|std::bad_alloc|enomem\b|defaultcpuallocator: can",
+                "cannot allocate memory|bad_alloc|enomem|defaultcpuallocator|unable to allocate"
+                "|temporarily unavailable",
+                r"\b(?:fork|pthread_create|thread|clone)\b.{0,80}resource temporarily unavailable|cannot allocate memory|unable to allocate [\d.]{1,12} ?.i?b\b|std::bad_alloc|enomem\b|defaultcpuallocator: can",
             ),
             (
                 "size-mismatch",
@@ -203,7 +231,20 @@ PROCESS_RULES = (
         statuses.OTHER_SOFTWARE,
         "exception",
         RAISED,
-        ("error", "exception", "failure", "exit", "notfound", "expired", "exhausted", "mismatch"),
+        (
+            "error",
+            "exception",
+            "failure",
+            "exit",
+            "notfound",
+            "expired",
+            "exhausted",
+            "mismatch",
+            "invalid",
+            "exc.",
+            "queue.",
+            "stop",
+        ),
         re.compile(_EXCEPTION),
     ),
     *rules(
