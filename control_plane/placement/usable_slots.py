@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from ...events.records.order_format import ORDER_FORMAT_VERSION, needed_format
 from ...events.records.types import Slot
-from ..state.cluster import ClusterState, is_allocatable
+from ..state.cluster import ClusterState
 from ..state.node import Node
 from ..state.task import Task
 
@@ -62,10 +62,15 @@ def limits(state: ClusterState, tasks: Sequence[Task]) -> Limits:
 
 
 def fails_by_itself(state: ClusterState, task: Task) -> bool:
-    """Whether the task's own processes fail, on a slot that is still in use. If all slots where
-    they failed are out, as by a device error, or lost, the slots explain the failures."""
+    """Whether the task's own processes fail on a slot that nothing else is wrong with. If all slots
+    where they failed are out, or their nodes are lost or quarantined, that explains the
+    failures."""
     return task.failures is not None and any(
-        is_allocatable(state, slot) for slot in task.failures.slots
+        (node := state.nodes.get(slot.node)) is not None
+        and node.health not in ("lost", "left")
+        and node.quarantine is None
+        and not node.is_disabled(slot.index)
+        for slot in task.failures.slots
     )
 
 

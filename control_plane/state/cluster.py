@@ -186,15 +186,11 @@ def allocatable_slots(state: ClusterState) -> tuple[Slot, ...]:
 
 def can_allocate(state: ClusterState, seats: Iterable[Seat]) -> bool:
     """Whether a plan may allocate the slots of all these seats."""
-    return all(is_allocatable(state, seat.slot) for seat in seats)
-
-
-def is_allocatable(state: ClusterState, slot: Slot) -> bool:
-    """Whether a plan may allocate the slot."""
-    node = state.nodes.get(slot.node)
-    return (
-        node is not None
+    nodes = state.nodes
+    return all(
+        (node := nodes.get(seat.slot.node)) is not None
         and node.takes_tasks
-        and slot.index < node.num_slots
-        and not node.is_disabled(slot.index)
+        and seat.slot.index < node.num_slots
+        and not node.is_disabled(seat.slot.index)
+        for seat in seats
     )

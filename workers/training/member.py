@@ -428,12 +428,17 @@ class Member:
 
     def _keep_last(self, stats: Stats) -> None:
         """The step that follows makes the state NaN or infinite: store and save the present one, if
-        no member still does so with an earlier one, unless that was due for it anyway."""
+        no member still does so with an earlier one, and unless that was due and has begun."""
         at, saver = self.step_version, self.savers[0]
-        if self.train.copy_every and not stats.num_sending and at % self.train.copy_every:
+        if (
+            self.train.copy_every
+            and not stats.num_sending
+            and not self.copier.has_begun(self.generation, at)
+        ):
             self._copy(is_whole=not stats.num_unstored)
-        if not stats.num_saving and (not saver.every or at % saver.every):
+        if not stats.num_saving and not saver.has_begun(self.generation, at):
             saver.begin(self.trainee, self.history, self._checkpoint(self._all_positions()))
+        if saver.has_begun(self.generation, at):
             self.history.saved_at = at
 
     def run_collectively(self, call: Callable[[], None]) -> bool:

@@ -434,18 +434,25 @@ def test_a_task_whose_device_erred_may_take_the_slot_of_another(first: str, stat
     at_rest(d)
 
 
-def test_a_task_that_fails_and_then_loses_its_node_may_take_the_slot_of_another() -> None:
+@pytest.mark.parametrize("is_down", [False, True])
+def test_a_task_that_fails_and_then_loses_its_node(is_down: bool) -> None:
+    """A node that is lost explains the failure; a drain does not."""
     d = Driver(nodes=3, slots=1)
     dear, cheap = begun(d, job("dear", 1, 1, weight=9.0)), begun(d, job("cheap", 1, 2))
     where = task_of(d, dear).seats_at[0].node
     fail(d, dear, processes(d, dear))
-    obey(d, d.tell("operator/drain", r.NodeDrained(node=where, reason="repair")))
-    (seat,) = task_of(d, dear).target
-    assert seat.slot.node != where
-    assert len(task_of(d, cheap).target) == 1
-    # It fails there, too: that is its own, and it takes no third slot.
-    obey(d, fail(d, dear, processes(d, dear)))
-    assert len(task_of(d, cheap).target) == 1
+    if is_down:
+        gone = r.NodeUnreachable(node=where, incarnation=1, silence_s=5.0)
+        d.tell(f"leader/{d.state.nonce}", gone)
+    drain = r.NodeDrained(node=where, reason="repair", down=is_down)
+    obey(d, d.tell("operator/drain", drain))
+    assert len(task_of(d, cheap).target) == (1 if is_down else 2)
+    assert len(task_of(d, dear).target) == int(is_down)
+    if is_down:  # It fails there, too: that is its own, and it takes no third slot.
+        obey(d, fail(d, dear, processes(d, dear)))
+        assert len(task_of(d, cheap).target) == 1
+    else:
+        assert task_of(d, dear).why
 
 
 # --- a person -------------------------------------------------------------------------------------

@@ -87,6 +87,15 @@ def test_the_last_finite_state_is_saved_and_stored(drive: Drive, layout: str) ->
     assert whole_steps(driver.keepers) == [FIRST], "and none of a later state"
 
 
+def test_the_last_finite_state_is_saved_where_a_save_was_due_and_skipped(drive: Drive) -> None:
+    """A save is skipped while another one is written."""
+    driver = drive(f">= {FIRST}", checkpoint_every=1, copy_every=1, **LAYOUTS["data"])
+    saved = driver.told(CheckpointSaved)
+    assert max(one.step_version for one in saved if not one.loss) == FIRST
+    assert [(one.iteration, one.is_saving) for one in driver.told(LossNotFinite)] == [(FIRST, True)]
+    assert max(whole_steps(driver.keepers)) == FIRST
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_iteration_whose_loss_is_not_finite_may_take_no_step(drive: Drive, layout: str) -> None:
     driver = drive(f"== {FIRST}", skip_not_finite=True, **LAYOUTS[layout])

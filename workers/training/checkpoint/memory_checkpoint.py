@@ -114,6 +114,10 @@ class MemorySaver:
         self._next_s = 0.0
         """Earliest time of the next share."""
 
+    def has_begun(self, generation: int, step_version: int) -> bool:
+        """Whether the last share that was due was of this state."""
+        return self._last == (generation, step_version)
+
     def has_sent(self, generation: int, step_version: int, order: StoreOrder) -> bool:
         """Whether these stores, if there are any, have this state."""
         is_last = (self._last, self._order) == ((generation, step_version), order)

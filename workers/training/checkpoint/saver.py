@@ -177,6 +177,14 @@ class Saver:
         self._leftover: Folder | None = None
         """The files of the last save that this member did not complete as the first one."""
 
+    def has_begun(self, generation: int, step_version: int) -> bool:
+        """Whether the last save in the background was of this state."""
+        last = self._save
+        return last is not None and (last.generation, last.step_version) == (
+            generation,
+            step_version,
+        )
+
     def is_saving(self, generation: int) -> bool:
         """Whether this member still writes. A wait for members of an earlier generation, which the
         next save ends, does not count."""
