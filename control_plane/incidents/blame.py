@@ -5,7 +5,7 @@ bug fails on every slot. So a rank that failed again and again is tried on anoth
 progress there, its old slot is at fault. If it fails there in the same way, the task is.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from ...events.records.decisions import ExperimentBegun, SlotsJudged, Verdict
 from ...events.records.order_format import needed_format
@@ -56,29 +56,38 @@ def refuted(task: Task, cause: Cause) -> tuple[Seat, ...]:
     )
 
 
-def judge_failures(
-    state: ClusterState, task: Task, cause: Cause, cleared: Sequence[Seat]
-) -> Iterator[Body]:
-    """Judge the experiments that these failures decide. `cleared`: as `refuted`. A slot is at fault
-    if the rank that has it now, in exchange, fails there again and again as the other rank did, and
-    that one does not fail any more."""
+def guilty(state: ClusterState, task: Task, cause: Cause) -> tuple[Seat, ...]:
+    """The suspected slots, each with the rank that has left it, that are at fault: another rank,
+    which has the slot in exchange, fails there again and again in the same way, and the first does
+    not fail any more."""
     limit = state.policy.restarts_max
     failed = {
         place.slot: place.rank for place in cause.where if task.restarts.get(place.rank, 0) > limit
     }
-    guilty = [
+    return tuple(
         Seat(number, suspect.slot)
         for number, suspect in task.suspects.items()
         if suspect.status == cause.status
         and failed.get(suspect.slot, number) != number
         and not task.restarts.get(number)
-    ]
+    )
+
+
+def judge_failures(
+    task: Task, cause: Cause, cleared: Sequence[Seat], bad: Sequence[Seat]
+) -> Iterator[Body]:
+    """Judge the experiments that these failures decide. `cleared`: as `refuted`; `bad`: as
+    `guilty`."""
     if cleared:
-        where = _names([place.slot for place in cause.where])
+        now = [Seat(place.rank, place.slot) for place in cause.where]
+        where = _names([seat.slot for seat in now])
         why = f"{_ranks(cleared)}, in the same way on {where}: {cause.why}"
-        yield _judged(task, cleared, "task", why)
-    elif guilty:
-        yield _judged(task, guilty, "slot", f"another rank, in the same way there: {cause.why}")
+        if len({seat.slot.node for seat in (*cleared, *now)}) > 1:
+            yield _judged(task, cleared, "task", why)
+        else:  # the node may be bad
+            yield _judged(task, [*cleared, *now], "open", why)
+    elif bad:
+        yield _judged(task, bad, "slot", f"another rank, in the same way there: {cause.why}")
 
 
 def judge_progress(state: ClusterState, task: Task) -> Iterator[Body]:
@@ -142,12 +151,20 @@ def experiment(
     ):
         return None
     free = _free_slots(state, task, suspects)
-    if len(free) >= len(suspects):
+    nodes = {seat.slot.node for seat in suspects}
+    # Another slot of the same node tells least: the node may be bad.
+    away = [slot for slot in free if slot.node not in nodes]
+    seats = _exchanged(task, suspects, nodes)
+    if len(away) >= len(suspects):
+        seats, how = _moved(task, suspects, away), "tried on"
+    elif len(task.target) - len(suspects) + len(away) >= task.smallest_size:
+        seats, how = (), f"no slot is free{' on another node' * bool(free)}, the others go on"
+    elif seats:
+        how = "in exchange on"
+    elif len(free) >= len(suspects):
         seats, how = _moved(task, suspects, free), "tried on"
-    elif len(task.target) - len(suspects) + len(free) >= task.smallest_size:
-        seats, how = (), "no slot is free, the others go on"
     else:
-        seats, how = _exchanged(task, suspects), "in exchange on"
+        seats, how = _exchanged(task, suspects, ()), "in exchange on"
         if not seats:
             return None
     ranks_of = {seat.rank for seat in suspects}
@@ -186,6 +203,13 @@ def goes_on_without(task: Task, ranks: Sequence[int], why: str) -> SlotsJudged |
     seats = [seat for seat in task.target if seat.rank in ranks]
     why = f"the others go on without {_ranks(seats)}: {why}"
     return _judged(task, seats, "task", why, slots_max=len(left))
+
+
+def acquit(task: Task, why: str) -> Iterator[Body]:
+    """The task has failed on several nodes: an experiment that is still open blames no slot."""
+    if task.suspects and _is_of_task(task):
+        seats = [Seat(number, suspect.slot) for number, suspect in sorted(task.suspects.items())]
+        yield _judged(task, seats, "task", why)
 
 
 def leave_open(task: Task, ranks: Sequence[int], why: str) -> Iterator[Body]:
@@ -257,16 +281,18 @@ def _moved(task: Task, suspects: Sequence[Seat], slots: Sequence[Slot]) -> tuple
     return tuple(Seat(seat.rank, new.get(seat.rank, seat.slot)) for seat in task.target)
 
 
-def _exchanged(task: Task, suspects: Sequence[Seat]) -> tuple[Seat, ...]:
-    """The seats after an exchange with as many other ranks, on other nodes if possible, the highest
-    ranks first; empty if they are too few."""
-    nodes = {seat.slot.node for seat in suspects}
+def _exchanged(task: Task, suspects: Sequence[Seat], without: Container[str]) -> tuple[Seat, ...]:
+    """The seats after an exchange with as many other ranks, the highest ones first, none on the
+    nodes `without`; empty if they are too few."""
     others = [
         seat
         for seat in task.target
-        if seat not in suspects and seat.rank not in task.suspects and seat.rank in task.ranks
+        if seat not in suspects
+        and seat.slot.node not in without
+        and seat.rank not in task.suspects
+        and seat.rank in task.ranks
     ]
-    others.sort(key=lambda seat: (seat.slot.node in nodes, -seat.rank))
+    others.sort(key=lambda seat: -seat.rank)
     if len(others) < len(suspects):
         return ()
     others = others[: len(suspects)]

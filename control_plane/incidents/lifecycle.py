@@ -62,10 +62,13 @@ def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
         keeps_slots=severity == "SEV1" and not cause.is_proved,
     )
     if last := blame.cannot_start(task, cause):
+        yield from blame.acquit(task, f"{last}: {why}")
         yield _close(state, task, "failed", f"{last}: {why}")
         return
-    cleared = blame.refuted(task, cause)
-    yield from blame.judge_failures(state, task, cause, cleared)
+    cleared, bad = blame.refuted(task, cause), blame.guilty(state, task, cause)
+    yield from blame.judge_failures(task, cause, cleared, bad)
+    if bad and not cleared:
+        return  # the slots are out, and the plan moves the ranks that fail there
     spent = blame.exhausted(state, task, cause, cleared)
     tried = spent or (cause.ranks if blame.says_device(task, cause) else ())
     if spent and cause.is_proved:  # of an error that alone takes no slot out
@@ -104,6 +107,7 @@ def _give_up(
     why = f"{budget}{blame.elsewhere(task, ranks, cleared)}: {cause.why}"
     yield _open_or_escalate(state, task, "SEV1", cause.status, "", (), why, cause.evidence)
     if not cleared:
+        yield from blame.acquit(task, why)
         yield from blame.leave_open(task, ranks, why)
     yield _close(state, task, "failed", why)
 

@@ -63,13 +63,13 @@ def limits(state: ClusterState, tasks: Sequence[Task]) -> Limits:
 
 def fails_by_itself(state: ClusterState, task: Task) -> bool:
     """Whether the task's own processes fail on a slot that nothing else is wrong with. If all slots
-    where they failed are out, or their nodes are lost or quarantined, that explains the
-    failures."""
+    where they failed are out by a device error or a check, or their nodes are lost or quarantined,
+    that explains the failures."""
     return task.failures is not None and any(
         (node := state.nodes.get(slot.node)) is not None
         and node.health not in ("lost", "left")
         and node.quarantine is None
-        and not node.is_disabled(slot.index)
+        and (slot in task.blamed_slots or not node.is_disabled(slot.index))
         for slot in task.failures.slots
     )
 

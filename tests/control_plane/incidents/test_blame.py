@@ -414,6 +414,39 @@ def test_status_tells_the_try_and_the_next_time(d: Driver) -> None:
     assert found.tasks[0].fails.startswith("it takes no slot from another task: rank 0 on n1")
 
 
+# --- a bad node -----------------------------------------------------------------------------------
+def test_a_rank_is_tried_on_another_node_before_a_slot_of_the_same() -> None:
+    d = Driver(nodes=2, slots=2)
+    filler = begun(d, job("filler", 1, 1))
+    bad_node = next(name for name in d.state.nodes if name != task_of(d, filler).seats_at[0].node)
+    task = begun(d, job("task", 2, 2))
+    assert {slot.node for slot in task_of(d, task).seats_at.values()} == {*d.state.nodes}
+    play(d, task, lambda rank: rank.slot.node == bad_node)
+    assert experiments(d)[:2] == ["tried", "slot"]
+    assert {name.partition("/")[0] for name in out(d)} == {bad_node}
+    assert not task_of(d, task).outcome, "it waits for a slot of another node"
+
+
+def test_failures_on_two_slots_of_one_node_acquit_no_slot() -> None:
+    """Nothing but the node's other slot is free: nobody knows whether the node is at fault."""
+    d = Driver(nodes=1, slots=2)
+    task = begun(d, job("task", 1, 1))
+    play(d, task, lambda _: True)
+    assert task_of(d, task).outcome == "failed"
+    assert experiments(d) == ["tried", "open"]
+    assert suspected(d) == ["n1/0", "n1/1"]
+
+
+def test_a_task_that_fails_on_every_node_leaves_no_suspicion() -> None:
+    """One rank fails and is tried elsewhere; then all fail."""
+    d = Driver(nodes=2, slots=3)
+    task = begun(d, job("task", 2, 2))
+    play(d, task, lambda rank: rank.rank == 1 or bool(experiments(d)))
+    assert task_of(d, task).outcome == "failed"
+    assert experiments(d) == ["tried", "task"]
+    assert suspected(d) == out(d) == []
+
+
 # --- slots of other tasks -------------------------------------------------------------------------
 @pytest.mark.parametrize("first", ["device", "process"])
 @pytest.mark.parametrize("status", [s.ECC_ERRORS, s.EXITED_ABNORMALLY])
