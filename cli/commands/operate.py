@@ -12,7 +12,6 @@ from urllib.parse import quote
 import msgspec
 
 from ...control_plane.api import needs
-from ...events import object_storage
 from ...events.errors import UnicronError, UsageError
 from ...events.spec.job import is_url
 from ..cluster.client import Client, Urls, connect
@@ -20,6 +19,7 @@ from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain, listed, number_of, span, way_to_act
 from .names import SHOWN_NUM, chosen, is_pattern, pick
+from .outputs import check_free, check_possible
 from .request_outcome import Outcome, outcome_of, plan_lines
 from .tasks import incident_id, option_for
 
@@ -70,11 +70,13 @@ def move_checkpoints(
     state: StateDir, url: Urls, task: str, to: str, reason: str, *, as_json: bool
 ) -> None:
     """Save the checkpoints of a task to another folder from now on."""
-    if is_url(to) and object_storage.is_installed():
-        object_storage.check_driver(to, "--to")
+    if not to:
+        raise UsageError("--to names no folder", "for example --to /data/run-2")
     client = connect(state, url)
     view = pick(client.get("/v1/state")["tasks"], task)
     output = to if is_url(to) else os.path.abspath(to)
+    check_free(output, "--to", client)
+    check_possible(output, "--to", url)
     followed = _request(client, f"/v1/tasks/{view['id']}/checkpoint", reason, output=output)
     head = f"{_who(view)}  saves to {output}; until now to {view['output']}"
     look = f"unicron status {view['name']}{option_for(state)}   "

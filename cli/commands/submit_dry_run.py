@@ -18,7 +18,8 @@ from ..files import job_file, megatron_command
 from ..screens import plan as plan_screen
 from ..terminal import console
 from ..terminal import format as fmt
-from .tasks import check_files, check_folder, check_output, option_for, slots_in_words
+from .outputs import check_folder, check_output
+from .tasks import check_files, option_for, slots_in_words
 
 OF_ITS_STATE = (409, 422)
 """Refusals that follow from the cluster as it is now; a larger or emptier one takes the job."""

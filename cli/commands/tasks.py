@@ -1,7 +1,6 @@
 """`submit`, `cancel` and `wait`; finding a task by name or id."""
 
 import os
-import shlex
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,9 +12,7 @@ import msgspec
 from ...control_plane.api.needs import ENDED
 from ...events.errors import UnicronError, UsageError
 from ...events.network_address import is_loopback
-from ...events.spec.job import JobSpec, Slots, is_url
-from ...workers.host import folder_trial, output_owner
-from ...workers.host.output_owner import NotOwner, Owner
+from ...events.spec.job import JobSpec, Slots
 from ..cluster.client import Client, Interrupted, Refused, Unable, Unreachable, Urls, connect
 from ..cluster.local_cluster import START_S_MAX
 from ..cluster.state_dir import StateDir, default
@@ -23,6 +20,7 @@ from ..files import job_file, megatron_command
 from ..terminal import console
 from ..terminal.format import Plain, listed, span
 from .names import chosen, pick
+from .outputs import check_folder, check_output
 from .request_outcome import outcome_of, plan_lines, view_before
 
 HELD_S_MAX, POLL_S = 1.0, 0.1
@@ -114,83 +112,6 @@ def check_files(spec: JobSpec, client: Client | None, url: Urls, path: Path) -> 
             f"{path}: {missing[0]}", f"correct the path; a relative one begins at {Path.cwd()}"
         )
     console.talk(f"note: {missing[0]} on this host; each node needs it at the same path")
-
-
-def check_output(spec: JobSpec, client: Client, path: Path) -> None:
-    """Raises UsageError for an output folder that is another task's, by whatever name, or that has
-    checkpoints of an earlier task, which this one would overwrite. Folders that this host does not
-    see are not checked, and of scripts with --load, only whose folder it is."""
-    training = spec.training
-    if training is None or is_url(training.output) or not os.path.isdir(training.output):
-        return
-    loads = any(word.partition("=")[0] == "--load" for word in spec.command)
-    output = os.path.normpath(training.output)
-    where = "train" if spec.train is not None else "loop"
-    state = client.get("/v1/state")
-    same = [
-        task
-        for task in state["tasks"]
-        if task["output"] and os.path.normpath(task["output"]) == output
-    ]
-    if any(task["state"] not in ENDED for task in same):  # the cluster refuses it, and says why
-        return
-    _check_owner(output, state, f"{path}: {where}.output")
-    checkpoints = Path(output).glob("gen-*/iter-*")
-    if loads or not any(one.name[5:].isdecimal() for one in checkpoints):
-        return
-    owner = f"task {same[-1]['id']} ({same[-1]['name']})" if same else "an earlier task"
-    raise UsageError(
-        f"{path}: {where}.output: {output} has checkpoints of {owner}, which this one "
-        "would overwrite",
-        "name another output, or move them away: "
-        f"mv {shlex.quote(output)} {shlex.quote(output + '.before')}",
-    )
-
-
-def check_folder(spec: JobSpec, url: Urls) -> None:
-    """Says what the output folder lacks as this host and this user see it, which is no proof. A
-    folder that is not there yet is one of the ranks' if the cluster is this host's."""
-    from ...control_plane.throughput.state_size import state_bytes  # numpy: only where needed
-
-    training = spec.training
-    if training is None or is_url(training.output):
-        return
-    is_elsewhere = bool(url or os.environ.get("UNICRON_URL"))
-    if is_elsewhere and not os.path.isdir(training.output):
-        return
-    output, every, keep = Path(training.output), training.checkpoint_every, training.checkpoint_keep
-    num_all = (training.iterations - 1) // every + 1 if every else 1
-    num = num_all if keep == "all" else min(keep + 1, num_all)
-    short = folder_trial.shortage(output, num, state_bytes(spec))
-    flaws = folder_trial.flaws(output) if output.is_dir() else []
-    where = "train" if spec.train is not None else "loop"
-    for flaw in [*flaws, *filter(None, [short])]:
-        console.talk(f"note: {where}.output: {flaw.text}: {flaw.hint}")
-
-
-def _check_owner(output: str, state: Plain, what: str) -> None:
-    """Raises UsageError for the folder of a live task under another name (a link, a bind mount),
-    or of another cluster."""
-    for task in state["tasks"]:
-        theirs = task["output"]
-        if task["state"] in ENDED or not theirs or is_url(theirs):
-            continue
-        if os.path.isdir(theirs) and os.path.samefile(theirs, output):
-            raise UsageError(
-                f"{what}: {output} is being written, by task {task['id']} ({task['name']}), "
-                f"which names it {theirs}",
-                f"unicron cancel {task['id']}, or give this one another output",
-            )
-    cluster = state["cluster"]
-    if not cluster.get("id"):  # an older control plane
-        return
-    me = Owner(cluster=cluster["name"], cluster_id=cluster["id"], output=output)
-    try:
-        output_owner.check(Path(output), me, takes_over=True)
-    except NotOwner as error:
-        raise UsageError(f"{what}: {error}", error.hint) from None
-    except OSError:
-        return  # it is not readable here
 
 
 def cancel(state: StateDir, url: Urls, task: Sequence[str], reason: str, *, as_json: bool) -> None:

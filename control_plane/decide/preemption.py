@@ -116,12 +116,15 @@ def may_end(state: ClusterState, task: Task) -> bool:
 
 def num_unsaved(task: Task) -> int:
     """Iterations done since the newest checkpoint, as far as living members have reported. If
-    saves fail, in-memory checkpoints count too."""
+    saves fail, in-memory checkpoints count too, and a state that is NaN or infinite is not worth
+    the wait."""
     saved = task.kept_iteration
     if task.is_save_repeated:
         copied = [whole.step_version for whole in whole_checkpoints(task.copies)]
         saved = max([saved, *copied])
     versions = [rank.step_version for rank in task.living_members()]
+    if task.is_save_repeated and task.not_finite is not None:
+        versions = [version for version in versions if version <= task.not_finite.first]
     return max([0, *(version - saved for version in versions)])
 
 

@@ -27,7 +27,8 @@ def cannot_start(task: Task, cause: Cause) -> str:
         return "it cannot start"
     if series is None:
         return ""
-    if series.status == WRONG_INPUT and series.num > 1:
+    lives = any(rank.has_state for rank in task.living_members())
+    if series.status == WRONG_INPUT and series.num > 1 and not lives:
         # Another process has met the same wrong input: no restart changes it.
         return (
             f"{series.num} times the same ({series.status}) at iteration {series.iteration}, "

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from unicron.cli.cluster.state_dir import StateDir
 from unicron.cli.commands import doctor
-from unicron.cli.commands.tasks import check_folder
+from unicron.cli.commands.outputs import check_folder, check_possible
 from unicron.control_plane.throughput.state_size import state_bytes
+from unicron.events.errors import UsageError
 from unicron.events.spec.job import JobSpec, parse
 from unicron.events.words import scaled
 
@@ -71,6 +72,27 @@ def test_some_of_them_fit_and_some_do_not(disk: Path) -> None:
     """So that the test above can fail in both ways."""
     size_bytes = state_bytes(job(disk))
     assert size_bytes < DISK_BYTES < 4 * size_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("file", "file is not a folder"),
+        ("file/below", "file is not a folder"),
+        ("loop/below", "too many levels of symbolic links"),
+        ("x" * 3000, "file name too long"),
+    ],
+)
+def test_a_path_that_can_be_no_folder_is_refused(tmp_path: Path, name: str, why: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UsageError, match=f"--to: .*{why}"):
+        check_possible(str(tmp_path / name), "--to", [])
+
+
+def test_a_store_that_takes_nothing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    check_possible("http://127.0.0.1:9/run", "--to", [])
+    assert "note: --to: http://127.0.0.1:9/run, tried here: " in capsys.readouterr().err
 
 
 def test_doctor_tries_the_shared_folders_of_the_policy(tmp_path: Path) -> None:

@@ -43,11 +43,27 @@ def test_a_task_does_not_write_into_the_folder_of_another_by_a_link(
     assert not cluster.told(0, "RankExited", task=first)
     assert not cluster.told(0, "CheckpointPublished", task=second)
     _loses_its_folder(cluster, first, tmp_path / "first/.owner.json")
-    # Its end makes the folder free for a task of the same name for it.
+    # Its end makes the folder free for a task of the same name for it, and for no other.
     cluster.cancel(first)
+    _is_refused(cluster, tmp_path)
     third = cluster.submit(small("first", tmp_path, slots=(1, 1), checkpoint_every=5))
     cluster.wait_told(0, "CheckpointPublished", task=third)
     cluster.cancel(third)
+
+
+def _is_refused(cluster: RealCluster, tmp_path: Path) -> None:
+    """No task may move its checkpoints there, and none that names the folder by a URL begins."""
+    mover = cluster.submit(small("mover", tmp_path, slots=(1, 1)))
+    cluster.wait_steps(mover, 2)
+    for to in (str(tmp_path / "first"), ""):
+        assert cluster.unicron("checkpoint", "mover", "--to", to).returncode == 2
+    cluster.cancel(mover)
+    spec = small("by-url", tmp_path, slots=(1, 1))
+    spec["train"]["output"] = f"file://{tmp_path}/first"
+    (tmp_path / "url.yaml").write_text(yaml.safe_dump(spec))
+    said = cluster.unicron("submit", str(tmp_path / "url.yaml"))
+    assert said.returncode == 2
+    assert f"{tmp_path}/first" in said.stderr
 
 
 def _loses_its_folder(cluster: RealCluster, task: int, file: Path) -> None:

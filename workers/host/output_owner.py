@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from ...events.object_storage import PathStore
+from ...events.spec.job import URL
 
 OWNER_FILE = ".owner.json"
 PUBLISHED_FILE = ".published.json"
@@ -59,6 +60,14 @@ class NotOwner(OSError):
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message)
         self.hint = hint
+
+
+def local_folder(output: str) -> Path | None:
+    """The folder of an output, also of a file:// URL. None: a store, which has no owner file."""
+    url = URL.match(output)
+    if url is None:
+        return Path(output)
+    return Path(url[2]) if url[1] in ("file", "local") else None
 
 
 def claim(folder: Path, task: Owner, *, takes_over: bool = True) -> None:

@@ -4,7 +4,6 @@ import gc
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from pathlib import Path
 from time import monotonic as clock
 
 import msgspec
@@ -162,15 +161,16 @@ class Member:
         return self.communicators.exclude_new_sockets() if is_needed else nullcontext()
 
     def _own_output(self) -> None:
-        """Try the output, and become its owner. Raises UsageError before the task has begun."""
+        """Try the output, and become its owner. Raises UsageError, OSError before the task has
+        begun."""
         what = f"{'train' if self.start.spec.train else 'loop'}.output"
         try:
             with self.exclude_new_sockets():
                 checkpoint.check_output(self.train.output, what, self._owner)
-        except UsageError as error:
+        except (UsageError, OSError) as error:
             if not self.start.has_begun:
                 raise
-            log.warning("no checkpoint can be saved", why=str(error), hint=error.hint)
+            log.warning("no checkpoint can be saved", why=str(error))
 
     def _warn_of_room(self) -> None:
         """Before the first iteration: say that the checkpoints may not fit."""
@@ -558,9 +558,10 @@ class Member:
         if output in ("", self._owner.output):
             return
         self._owner = replace(self._owner, output=output)
-        if not is_url(output):
+        local = output_owner.local_folder(output)
+        if local is not None:
             with suppress(OSError):  # the next save reports it
-                output_owner.claim(Path(output), self._owner)
+                output_owner.claim(local, self._owner)
         self.savers[0].detach()  # it ends its save with the state of now
         self.savers[0] = self._own_saver()
         log.info("checkpoints go to another folder", output=output)

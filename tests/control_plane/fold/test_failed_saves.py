@@ -341,6 +341,20 @@ def test_a_task_that_cannot_save_keeps_its_slots_until_it_can(d: Driver) -> None
     at_rest(d)
 
 
+@pytest.mark.nodes(2, slots=3)
+def test_a_state_that_is_not_finite_is_not_waited_for(d: Driver) -> None:
+    task = d.running(spec(slots={"min": 6, "max": 6}))
+    d.progress(task, 7)
+    source = d.source(task_of(d, task).members[0].node)
+    d.tell(source, r.LossNotFinite(task=task, generation=1, iteration=7, text="nan"))
+    d.steps[task] = 8
+    drain(d, "n2")
+    records = fails(d, task)
+    for rank in range(6):
+        records += d.quiesced(task, rank)
+    assert kinds(records).count("StopRank") == 6
+
+
 @pytest.mark.nodes(3, slots=3)
 def test_a_task_that_cannot_save_leaves_if_its_state_is_in_memory(d: Driver) -> None:
     task = d.running(spec(slots={"min": 9, "max": 9}))

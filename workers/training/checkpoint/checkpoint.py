@@ -7,6 +7,7 @@ the checkpoints of a task in parts.
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +18,7 @@ from ....events import object_storage
 from ....events.errors import UnicronError, UsageError
 from ....events.object_storage import Store
 from ....events.spec.job import is_url
+from ...diagnosis.classifier import classify
 from ...host import folder_trial, output_owner
 from ...host.output_owner import NotOwner, Owner
 from ..model import training_state
@@ -52,6 +54,8 @@ class NotSaved(UnicronError):
     @classmethod
     def of(cls, folder: str, error: BaseException) -> NotSaved:
         why = object_storage.reason(object_storage.root_of(error))
+        if isinstance(error, NotOwner):
+            why += f": {error.hint}"
         return cls(folder, why, object_storage.errno_name(error))
 
 
@@ -59,6 +63,8 @@ class Superseded(NotSaved):
     """The write was abandoned for a newer checkpoint."""
 
 
+PASSING = (ConnectionError, TimeoutError, socket.gaierror)
+"""What a store that is away for a while raises."""
 WRITE_ERRORS = (OSError, RuntimeError, MemoryError)
 """Errors of a write, beside Superseded. torch's C++ code reports a full disk as RuntimeError."""
 
@@ -66,22 +72,26 @@ WRITE_ERRORS = (OSError, RuntimeError, MemoryError)
 def check_output(output: str, what: str = "train.output", task: Owner | None = None) -> None:
     """Raise UsageError at the start, not at the first save, if a path or URL cannot be written.
     `what` names it to the user. `task` becomes the owner of a folder; if that is another task's,
-    that is a UsageError too. What may pass, as a full disk, is a warning."""
+    that is a UsageError too. What may pass, as a full disk, is a warning; a store that does not
+    answer is an OSError."""
     if is_url(output):
         try:
             Store(output).check_writable()
         except OSError as error:
+            if isinstance(error, PASSING) or classify(str(error)).can_pass:
+                raise
             raise UsageError(
                 f"{what}: {output}: {object_storage.reason(error).lower()}", folder_trial.ANOTHER
             ) from None
-        return
-    for flaw in folder_trial.flaws(Path(output)):
-        if flaw.is_proof:
-            raise UsageError(f"{what}: {flaw.text}", flaw.hint)
-        log.warning("the output may fail", key=what, why=flaw.text, hint=flaw.hint)
-    if task is not None:
+    else:
+        for flaw in folder_trial.flaws(Path(output)):
+            if flaw.is_proof:
+                raise UsageError(f"{what}: {flaw.text}", flaw.hint)
+            log.warning("the output may fail", key=what, why=flaw.text, hint=flaw.hint)
+    local = output_owner.local_folder(output)
+    if task is not None and local is not None:
         try:
-            output_owner.claim(Path(output), task)
+            output_owner.claim(local, task)
         except NotOwner as error:
             raise UsageError(f"{what}: {error}", error.hint) from None
         except OSError as error:  # each save tries it again

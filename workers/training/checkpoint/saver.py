@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import structlog
@@ -18,7 +17,6 @@ from ....events import object_storage
 from ....events.records.orders import StartRank
 from ....events.records.reports import CheckpointSaved
 from ....events.records.types import Body, SaveKind
-from ....events.spec.job import is_url
 from ....events.spec.parallelism import has_every_part
 from ...host import output_owner
 from ...host.checkpoint_index import Index, read_index
@@ -101,8 +99,9 @@ class OwnFormat:
         )
 
     def clear(self, generation: int, name: str) -> None:
-        if not is_url(self._output):
-            output_owner.claim(Path(self._output), self._task, takes_over=False)
+        local = output_owner.local_folder(self._output)
+        if local is not None:
+            output_owner.claim(local, self._task, takes_over=False)
         if generation != self._cleared:
             folder.clear(self._output, generation)
         self._cleared = generation
