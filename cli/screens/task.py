@@ -156,6 +156,12 @@ def _reasons(task: Plain, cluster: Plain, option: str) -> list[str]:
     """Why it is not as it should be: it waits, is slow, cannot save, restarts as a whole, gets no
     orders."""
     lines: list[str] = []
+    if limit := task["slots"]["limit"]:
+        lines += fmt.labelled(
+            "limited", f"to {limit} of {task['slots']['max']} slots until it ends: more ranks fail"
+        )
+    if task["damaged"]:
+        lines += fmt.labelled("damaged", task["damaged"])
     for failed in task["failed_saves"]:
         why, do = unsaved(task, failed)
         lines += fmt.labelled("not saved", fmt.said(f"{task['name']}{why}", do, option))

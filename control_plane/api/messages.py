@@ -353,7 +353,15 @@ NodeView = TypedDict(
 )
 TaskSlots = TypedDict(
     "TaskSlots",
-    {"now": int, "target": int, "min": int, "max": int, "multiple_of": int, "sizes": list[int]},
+    {
+        "now": int,
+        "target": int,
+        "min": int,
+        "max": int,
+        "multiple_of": int,
+        "sizes": list[int],
+        "limit": Annotated[int, Meta(description="With more slots, its ranks fail; 0: none known")],
+    },
 )
 RankView = TypedDict(
     "RankView",
@@ -503,6 +511,9 @@ TaskView = TypedDict(
         "output": str,
         "checkpoint": str,
         "checkpoint_iteration": int,
+        "damaged": Annotated[
+            str, Meta(description="Why the newest published checkpoints were not read")
+        ],
         "not_published": Annotated[
             NotPublished | None, Meta(description="A later checkpoint whose state is not finite")
         ],

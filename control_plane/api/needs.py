@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from ...events.words import listed, rfc3339, said, span
+from ...events.words import listed, number_of, rfc3339, said, span
 from ..incidents.stragglers import LASTS_S
 from ..planner.alternative_names import percent
 
@@ -562,6 +562,11 @@ def _incidents(view: Plain, now_s: float) -> Iterator[Need]:
             )
 
 
+def _not_saved(task: Plain) -> str:
+    num = task["unpublished"] if task["tier"] == "train" else 0
+    return f"; {number_of(num, 'iteration')} not saved" if num else ""
+
+
 def _failures(view: Plain, now_s: float) -> Iterator[Need]:
     """Recently failed tasks without a later task of the same name, the last to fail at the end."""
     last = {task["name"]: task["id"] for task in view["tasks"]}
@@ -583,7 +588,7 @@ def _failures(view: Plain, now_s: float) -> Iterator[Need]:
                     ),
                     default=0,
                 ),
-                why=f"{task['name']} failed: {task['why']}",
+                why=f"{task['name']} failed: {task['why']}{_not_saved(task)}",
                 do=f"`unicron logs {task['id']}`; shown for a day, or until you submit "
                 f"{task['name']} again",
             )

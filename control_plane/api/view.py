@@ -367,6 +367,7 @@ def _checkpoints(task: Task) -> dict[str, Any]:
         "output": task.output,
         "checkpoint": task.checkpoint_path,
         "checkpoint_iteration": task.saved_iteration,
+        "damaged": task.damaged,
         "unsaved": task.lost_with(),
         "unpublished": max(task.iteration - task.saved_iteration, 0),
         "failed_saves": [msgspec.to_builtins(each) for each in failed],
@@ -382,6 +383,7 @@ def _slots_of_task(task: Task) -> dict[str, Any]:
         "max": asked.max,
         "multiple_of": asked.multiple_of,
         "sizes": list(asked.sizes),
+        "limit": task.slots_max,
     }
 
 

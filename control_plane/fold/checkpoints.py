@@ -103,7 +103,7 @@ def checkpoint_published(
     for order in [order for order in task.publishing if order <= body.order]:
         del task.publishing[order]
         state.orders.pop(order, None)
-    task.checkpoint = published
+    task.checkpoint, task.damaged = published, ""
     training = task.spec.training
     keep = training.checkpoint_keep if training is not None else "all"
     num = REMOVALS_NUM_MAX + (keep if keep != "all" else 0)

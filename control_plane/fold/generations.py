@@ -86,6 +86,8 @@ def reconfigured(
         rank.joined_iteration = max(body.step_version, task.max_iteration)
         rank.joined = task.generation
     task.settled = body.step_version
+    if body.damaged:
+        task.damaged = body.damaged
     edits.update_unreachable_deadline(state, task)
     incident = state.incidents.get(task.incident)
     if incident is None:

@@ -28,8 +28,9 @@ def cannot_start(task: Task, cause: Cause) -> str:
     if series is None:
         return ""
     lives = any(rank.has_state for rank in task.living_members())
-    if series.status == WRONG_INPUT and series.num > 1 and not lives:
-        # Another process has met the same wrong input: no restart changes it.
+    if series.status == WRONG_INPUT and series.num > 1 and (len(series.ranks) > 1 or not lives):
+        # Another process has met the same wrong input: no restart changes it. But what one rank
+        # alone meets may be of its node, as long as others hold the state.
         return (
             f"{series.num} times the same ({series.status}) at iteration {series.iteration}, "
             "in whichever rank"

@@ -148,6 +148,8 @@ def exit_in_words(body: RankExited) -> str:
     else:
         how = f"exit code {body.exit_code}"
     cause = " ".join(body.cause.split())
+    if body.exit_code and cause in ("", how):  # no rule knows its words: the last line is the cause
+        cause = " ".join(last_line(body.tail).split())
     if len(cause) > CAUSE_CHARS_MAX:
         cause = cause[: CAUSE_CHARS_MAX - 3] + "..."
     if not cause or cause.startswith(how):  # the cause may begin with `how`

@@ -393,6 +393,8 @@ class Task(Struct, kw_only=True):
     stored: list[StoredCheckpoint] = field(default_factory=list[StoredCheckpoint])
     """In the order in which they were reported complete; those that may go are named in several
     orders, and then forgotten."""
+    damaged: str = ""
+    """Why the newest published checkpoints were not read, until a later one is published."""
     refused: Checkpoint | None = None
     """A complete checkpoint whose publication failed; it is ordered again after a pause."""
     failed_saves: dict[str, FailedSave] = field(default_factory=dict[str, FailedSave])

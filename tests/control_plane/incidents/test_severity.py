@@ -202,12 +202,13 @@ def test_wrong_input_that_a_second_rank_meets_ends_the_task(d: Driver) -> None:
 
     fails(1, OTHER_SOFTWARE)
     fails(1)
+    fails(1)
     assert not d.state.tasks[task].outcome, "one rank's alone may be of its node"
     fails(0)
     ended = d.state.tasks[task]
     assert (ended.outcome, ended.suspects) == ("failed", {})
     assert ended.why == (
-        "2 times the same (wrong input) at iteration 4, in whichever rank: rank 0 "
+        "3 times the same (wrong input) at iteration 4, in whichever rank: rank 0 "
         "on n1: exit code 1: UsageError: `sample(4, 1)` raised "
         "IndexError: 96"
     )
