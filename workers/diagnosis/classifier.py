@@ -22,8 +22,10 @@ from .rules.ignored import (
     IgnoreRule,
 )
 from .rules.network import NETWORK_RULES
+from .rules.node import NODE_RULES
 from .rules.rule import HARDWARE, KILLED, Rule
 from .rules.software import ENDED_RULES, PROCESS_RULES
+from .rules.start import START_RULES
 
 
 class Verdict(NamedTuple):
@@ -48,7 +50,14 @@ class Verdict(NamedTuple):
 
 NOTHING = Verdict("", "")
 
-RULES: tuple[Rule, ...] = (*MACHINE_RULES, *ENDED_RULES, *NETWORK_RULES, *PROCESS_RULES)
+RULES: tuple[Rule, ...] = (
+    *MACHINE_RULES,
+    *NODE_RULES,
+    *ENDED_RULES,
+    *START_RULES,
+    *NETWORK_RULES,
+    *PROCESS_RULES,
+)
 """In the order in which they are tried on a line."""
 _ORDER = {rule.name: at for at, rule in enumerate(RULES)}
 LINE_CHARS_MAX = 4096

@@ -418,7 +418,7 @@ MACHINE_RULES = (
                 "blocked for more than|state:d",
                 r"task \S{1,80} blocked for more than \d{1,9} sec|\btask:\S{1,40} {1,16}state:d\b",
             ),
-            ("soft-lockup", "lockup", r"(?:soft|hard) lockup"),
+            ("soft-lockup", "soft lockup"),
             (
                 "rcu-stall",
                 "rcu",

@@ -70,6 +70,16 @@ QUOTE_RULES = (
         r"|(?:^|[\])] ?)(?:prompt|question|completion|assistant|human|(?:decoded|generated)(?: text)?"
         r"|observation|(?:dataset )?sample \d{1,9}): |\btool_result\b|^\{\"text\":",
     ),
+    # a commit or a changelog, which names the fault that it mends
+    _ignore(
+        "commit",
+        "fix|feat|chore|docs|refactor|perf|revert|merge|add|handle|(#|commit",
+        r"\(#\d{1,6}\)\s*$|^\W{0,6}(?:fix(?:e[sd])?|feat|chore|docs|refactor|perf|revert)"
+        r"(?:\([^)]{1,40}\))?!?: |^\s{0,8}[-*\u2022] (?:fix|add|handle|avoid|improve|support|make|bump)"
+        r"(?:e?[sd]|ing)?\b|^\W{0,6}(?:commit )?(?=\d{0,12}[a-f])(?=[a-f]{0,12}\d)[0-9a-f]{7,40} "
+        r"(?:\(|merge\b|fix|feat|chore|docs|test|add|handle|avoid|revert|refactor|use\b|make\b|swallow"
+        r"|retry|bump|remove|\[)|^merge (?:pull request|branch|commit) ",
+    ),
     # documents, comments, advice: a condition, not an event
     _ignore(
         "advice",
@@ -127,13 +137,30 @@ QUOTE_RULES = (
 # A rule matches the harmless message, not a word of it: a fault may have the same word, or be
 # counted in the same line.
 IGNORE_RULES = (
+    # the BMC: a condition is over
+    _ignore("deasserted", "deasserted", r"\| ?deasserted"),
+    # the verdict of a health tool, where no other verdict of the same line is a bad one
+    _ignore(
+        "healthy",
+        "health|recommended",
+        r"^(?!.{0,1000}(?:unhealthy|not ?healthy|\bfail|critical\b|degraded|unresponsive|\bhung\b)).{0,1000}?"
+        r"(?:\b(?:is_?)?health(?:y|[_ ]?state|[_ ]?status)?\b\W{1,5}(?:healthy|ok|pass|good|true)\b"
+        r"|recommended ?action\W{1,4}(?:none|ignore)\b)",
+    ),
+    # a kernel that is tried and left: "Ignoring this choice", "skipping this config"
+    _ignore(
+        "autotuning",
+        "autotun|ignoring this choice|delay kernel",
+        r"ignoring this (?:choice|config)|autotun\w{0,4}\b.{0,300}(?:ignor|skip|discard|invalid config"
+        r"|not (?:valid|supported))|delay kernel timed out",
+    ),
     # not where another count of the same line is over 0
     _ignore(
         "count-of-none",
         "error|failure",
         r"^(?!.{0,1000}(?:errors?|failures?)(?:\(s\))?(?: ?count\w{0,3})?\s{0,2}[:=]\s{0,3}[1-9])"
         r".{0,1000}?(?:"
-        r"(?:errors?|failures?)(?:\(s\))?(?: ?count\w{0,3})?\s{0,2}[:=]\s{0,3}0(?![\w.])"
+        r"(?:errors?|failures?)(?:\(s\))?(?: ?count\w{0,3})?\s{0,2}[:=]\s{0,3}0(?![\w.]| in \S)"
         r"|(?<!gpu )(?<!device )(?<!rank )(?<!link )(?<!port )(?<!node )(?<!worker )(?<!process )"
         r"(?<!step )(?<!slot )(?<!stage )(?<!task )(?<![\d.])\b0 (?:[\w-]{1,20} "
         r"){0,2}errors\b|\b(?:no|zero|without)(?: any)? (?:[\w-]{1,20} ){0,2}errors\b)",
@@ -156,11 +183,11 @@ IGNORE_RULES = (
         r"|killing subprocess \d",
         depth_max=HARDWARE,
     ),
-    # a job preempted by its scheduler exits as planned; a preempted node is lost (node-failed)
+    # a job that its scheduler preempts loses its nodes (taken-away)
     _ignore(
         "planned-end",
-        "cancelled|due to preemption|time limit|requeue",
-        r"cancelled at (?!.{0,60}node failure)|due to (?:time limit|preemption|job requeue)"
+        "cancelled|time limit|requeue",
+        r"cancelled at (?!.{0,60}(?:node failure|preemption))|due to (?:time limit|job requeue)"
         r"|(?:job|wall ?clock|wall|run) ?time limit",
     ),
     _ignore("task-terminated", "terminated", r"srun: error: .{0,60}: terminated\s*$"),
@@ -236,7 +263,7 @@ IGNORE_RULES = (
         "errno: 97|hostname of the client socket cannot be|the ipv6 network addresses of",
     ),
     # what a server's ssh daemon prints when somebody leaves
-    _ignore("ssh-daemon", "sshd", r"\bsshd(?:-session)?\[\d"),
+    _ignore("ssh-daemon", "sshd", r"\bsshd(?:-session|-auth)?(?:\[\d|: )"),
     # UCX has a level for errors too
     _ignore("ucx-warning", "ucx", r"\bucx  ?(?:warn|diag)\b(?!.{0,30}async)", depth_max=DEVICE),
     # "nothing found, so the other way": not NCCL's, which names a fault of the machine

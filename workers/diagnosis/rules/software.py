@@ -108,11 +108,6 @@ PROCESS_RULES = (
                 r"|failed to (?:save|write|upload) .{0,20}checkpoint"
                 r"|checkpoint .{0,40}(?:save|write|upload) failed",
             ),
-            (
-                "image-pull",
-                "imagepull|errimage|failed to pull image",
-                r"imagepullbackoff|errimagepull|failed to pull image",
-            ),
         ),
         can_pass=True,
     ),
@@ -193,13 +188,6 @@ PROCESS_RULES = (
                 "ptxas|nvcc|nvlink|fatbinary|cicc|hipcc|collect2|ninja: build",
                 r"\b(?:ptxas|nvcc|nvlink|fatbinary|cicc|hipcc)\b.{0,200}\b(?:fatal|error) {0,4}:"
                 r"|collect2: error|ninja: build stopped",
-            ),
-            # Python's argparse
-            (
-                "arguments",
-                ": error: ",
-                r"^\S{1,80}: error: (?:unrecognized arguments|the following arguments are required"
-                r"|argument \S)",
             ),
             # of C, Rust and Go
             (
