@@ -63,10 +63,12 @@ QUOTE_RULES = (
     # what people and models write to each other: samples of a task
     _ignore(
         "dialogue",
-        "prompt|response|role|question|decoded|generated|assistant|completion|human:|observation"
+        "prompt|response|role|question|instruction|{\"|{'|decoded|generated|assistant|completion|human:|observation"
         '|tool_result|"text"|sample ',
         r"\[(?:prompt|response|question|completion|generated|assistant|user|sample)\]"
-        r"|[\"']role[\"']: ?[\"'](?:user|assistant|system)[\"']"
+        r"|[\"']role[\"']: ?[\"'](?:user|assistant|system|tool)[\"']"
+        r"|^\s{0,8}\{[\"'](?:instruction|prompt|question|problem|completion|conversations?|messages|chosen"
+        r"|rejected|answer|input|output|query)[\"']: "
         r"|(?:^|[\])] ?)(?:prompt|question|completion|assistant|human|(?:decoded|generated)(?: text)?"
         r"|observation|(?:dataset )?sample \d{1,9}): |\btool_result\b|^\{\"text\":",
     ),
@@ -104,9 +106,9 @@ QUOTE_RULES = (
     # what happened before, and is over
     _ignore(
         "past",
-        "last |previous |earlier |resolved|resum|reconnected|established|rejoined|restarted|closed again"
+        "last |previous |earlier | ago|resolved|resum|reconnected|established|rejoined|restarted|closed again"
         "|incident ",
-        r"\b(?:last|previous|earlier) (?:failure|run|attempt|crash)\b|\[resolved\]|\bincident \d{1,9} (?:was |is )?"
+        r"\b\d{1,4} (?:days?|weeks?|months?) ago\b|\b(?:last|previous|earlier) (?:failure|run|attempt|crash)\b|\[resolved\]|\bincident \d{1,9} (?:was |is )?"
         r"(?:closed|resolved|healed)|\b(?:resum(?:ed|ing)|re-?established|reconnected|rejoined|restarted"
         r"|closed again)\b.{0,12} after ",
     ),
@@ -139,6 +141,14 @@ QUOTE_RULES = (
 IGNORE_RULES = (
     # the BMC: a condition is over
     _ignore("deasserted", "deasserted", r"\| ?deasserted"),
+    # a condition of a node that is not there: "ReadonlyFilesystem  False  FilesystemIsNotReadOnly"
+    _ignore(
+        "no-condition",
+        "hasno|isnot|hasnot|false",
+        r"\b\w{2,40}(?:hasno(?:t?[a-z]{4})|isnotreadonly|isnotshutdown)\w{0,40}"
+        r"|\b\w{0,40}(?:deadlock|filesystem|shutdown|watch|pressure|problem|unavailable|error)"
+        r"(?: {1,12}| ?[=:] ?|[ ,;]{1,3}status\W{1,3})false\b",
+    ),
     # the verdict of a health tool, where no other verdict of the same line is a bad one
     _ignore(
         "healthy",
@@ -284,6 +294,13 @@ IGNORE_RULES = (
     # programs that a model has written and a task runs and scores
     _ignore("scored", "reward", r"\breward\s?[=:]\s?-?\d", depth_max=HARDWARE),
     _ignore("tool-warning", "warning: ", r"^(?:\S{1,40}: )?warning: ", depth_max=FABRIC),
+    # a count that a screen or a report shows
+    _ignore(
+        "no-alerts",
+        "0",
+        r"\b(?:alerts?|incidents?|occurrences?|events?|counts?|totals?)\s{0,8}[:=] {0,8}0(?![\w.])(?!.{0,400}"
+        r"[:=] {0,8}[1-9])",
+    ),
     # a sample of a metric whose value is 0
     _ignore("metric", " 0", r"^[a-z_][\w:.]{3,120}(?:\{.{0,1000}\})? 0(?:\.0)?\s*$"),
     # a line of settings, not of events

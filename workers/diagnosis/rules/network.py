@@ -396,7 +396,7 @@ NETWORK_RULES = (
                 "remote|prematurely|another task|fatal errors|leader|coordinator|heartbeats|raylet",
                 r"remote process (?:has )?exit|ncclremoteerror|remote error\b|exiting prematurely"
                 # JAX's coordination service; Ray, whose daemon on the node has closed the socket
-                r"|tasks are unhealthy \(stopped sending heartbeats|rayletclient\] connection closed"
+                r"|tasks are unhealthy \(stopped sending heartbeats|rayletclient\].{0,60}connection closed"
                 r"|another task died|remote task has failed|distributed service detected fatal errors"
                 r"|(?:leader|coordinator) (?:task )?(?:was preempted|died)",
             ),

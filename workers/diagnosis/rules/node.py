@@ -172,7 +172,7 @@ NODE_RULES = (
                 "npu-memory",
                 "uce error|multi bit ecc|suspect mem|suspect_device|50705",
                 r"\bhbm multi bit ecc error|\buce error\b|\bsuspect (?:device )?mem error"
-                r"|(?:runtime result = |error code is |errcode: ?)50705[345]\b",
+                r"|(?:runtime result = |error code is )50705[345]\b",
             ),
             # DCGM's sentences (dcgm_errors.h) whose faults want a reset or a field diagnostic
             (
@@ -198,7 +198,11 @@ NODE_RULES = (
                 r"|fabric check failed|\bfabric\b.{0,200}status: ?insufficient resources"
                 r"|\bfabric\b.{0,200}fabric manager training error",
             ),
-            ("npu-link", "link error|507056", r"\bhccs link error|runtime result = 507056\b"),
+            (
+                "npu-link",
+                "link error|507056",
+                r"\bhccs link error|(?:runtime result =|error code is) 507056\b",
+            ),
         ),
     ),
     *rules(
@@ -214,8 +218,8 @@ NODE_RULES = (
             # npu-smi's health: OK, Warning, Alarm, Critical, UNKNOWN (does not exist or not started)
             (
                 "npu-health",
-                "ascend|health",
-                r"\bascend\w{0,12} {1,20}\| {0,4}(?:critical|alarm|unknown) {0,20}\|"
+                "alarm|critical|unknown",
+                r"\| \d{1,3} {1,8}(?:ascend\w{0,12}|\d{3}\w{1,5}) {1,24}\| {0,4}(?:critical|alarm|unknown) {0,20}\|"
                 r"|^\s{0,20}health(?: status)? {1,40}: {0,2}(?:critical|alarm|unknown)\s{0,4}$",
             ),
             # NVSentinel tells what to do about a fault; DCGM's codes after dcgmerrorsmapping.csv

@@ -85,9 +85,9 @@ START_RULES = (
             (
                 "npu-core",
                 "core exception|core timeout|core time out|execute failed|runtime result"
-                "|aclrt|aicpu|force stop",
+                "|error code is|aicpu",
                 r"(?:vector|cube|aicore|ai|aicpu|mix) ?core (?:exception|time ?out)"
-                r"|runtime result = 5070(?!10|5[3-6])\d\d\b|\brt[a-z]\w{2,40} execute failed"
+                r"|(?:runtime result =|error code is) 5070(?!10|5[3-6])\d\d\b|\brt[a-z]\w{2,40} execute failed"
                 r"(?!.{0,60}(?:stream sync timeout|lost heartbeat))|\baicpu (?:exception|timeout)",
             ),
         ),
