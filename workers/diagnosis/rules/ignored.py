@@ -63,9 +63,9 @@ QUOTE_RULES = (
     # what people and models write to each other: samples of a task
     _ignore(
         "dialogue",
-        "prompt|response|role|question|instruction|{\"|{'|decoded|generated|assistant|completion|human:|observation"
+        "> |q: |a: |prompt|response|role|question|instruction|{\"|{'|decoded|generated|assistant|completion|human:|observation"
         '|tool_result|"text"|sample ',
-        r"\[(?:prompt|response|question|completion|generated|assistant|user|sample)\]"
+        r"^\s{0,4}(?:> .{0,300}\?\s*$|[qa]: )|\[(?:prompt|response|question|completion|generated|assistant|user|sample)\]"
         r"|[\"']role[\"']: ?[\"'](?:user|assistant|system|tool)[\"']"
         r"|^\s{0,8}\{[\"'](?:instruction|prompt|question|problem|completion|conversations?|messages|chosen"
         r"|rejected|answer|input|output|query)[\"']: "
@@ -111,6 +111,13 @@ QUOTE_RULES = (
         r"\b\d{1,4} (?:days?|weeks?|months?) ago\b|\b(?:last|previous|earlier) (?:failure|run|attempt|crash)\b|\[resolved\]|\bincident \d{1,9} (?:was |is )?"
         r"(?:closed|resolved|healed)|\b(?:resum(?:ed|ing)|re-?established|reconnected|rejoined|restarted"
         r"|closed again)\b.{0,12} after ",
+    ),
+    # what would have been done
+    _ignore(
+        "dry-run",
+        "dry|would ",
+        r"[(\[]dry[-_ ]?run[)\]]|^dry[-_ ]?run: |\bwould (?:restart|cordon|drain|kill|quarantine|reboot"
+        r"|be (?:killed|cordoned|drained|restarted|evicted|preempted|rebooted))\b",
     ),
     # messages that are left out, and what is set up for the day of a fault
     _ignore(

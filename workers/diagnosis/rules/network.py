@@ -112,6 +112,8 @@ NETWORK_RULES = (
                 r"|timed? ?out|timeout)|mooncake.{0,40}(?:fail(?:ed|ure)\b|\berror\b)"
                 r"|\buccl\b.{0,60}(?:fail\w{0,4} to|\berror\b:?|unable to)",
             ),
+            # torch_npu: a collective that its retries did not save
+            ("hccl-retry", "hccl op retry failed|suspect remote error"),
             # Open MPI's TCP and InfiniBand layers
             (
                 "mpi-transport",

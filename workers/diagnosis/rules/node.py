@@ -255,7 +255,7 @@ NODE_RULES = (
                 r"fail\b",
             ),
             # drm_dev_wedged_event: "needs recovery", or "but recovered through reset"
-            ("device-wedged", "device wedged", r"device wedged, needs recovery"),
+            ("device-wedged", "wedged", r"device wedged, needs recovery|declaring device wedged"),
             (
                 "tpu-unhealthy",
                 "tpu",

@@ -12,8 +12,8 @@ START_RULES = (
             (
                 "image-pull",
                 "imagepull|errimage|pull image|pulling image|pull access denied|manifest unknown"
-                "|manifest for",
-                r"imagepullbackoff|errimagepull|errimageneverpull|(?:failed to|error) pull(?:ing)?"
+                "|manifest for|invalidimagename|image reference",
+                r"imagepullbackoff|errimage(?:never)?pull|invalidimagename|couldn't parse image reference|(?:failed to|error) pull(?:ing)?"
                 r" image|pull access denied|manifest unknown|manifest for \S{1,200} not found",
             ),
             # what pdsh, mpirun and DeepSpeed's runner reach the nodes by
@@ -81,6 +81,12 @@ START_RULES = (
         statuses.CUDA_ERRORS,
         FABRIC,
         (
+            # AWS Neuron's runtime; its NRT_EXEC_HW_ERR is a lost device
+            (
+                "neuron-runtime",
+                "nrt_",
+                r"\bnrt_[a-z]\w{2,30}\b.{0,60}\bfail|\bstatus ?= ?nrt_(?!success|exec_hw)\w",
+            ),
             # Ascend: the runtime's 5070xx, and what a core of the device met
             (
                 "npu-core",
