@@ -156,6 +156,13 @@ IGNORE_RULES = (
         r"|\b\w{0,40}(?:deadlock|filesystem|shutdown|watch|pressure|problem|unavailable|error)"
         r"(?: {1,12}| ?[=:] ?|[ ,;]{1,3}status\W{1,3})false\b",
     ),
+    # what somebody looks for in a cloud's log
+    _ignore(
+        "log-filter",
+        "compute.instances",
+        r"(?:\bfilter\b|log_id|operation\.producer|\bor\b).{0,200}compute\.instances"
+        r"|compute\.instances\.\w{4,40}\W{1,3} or\b",
+    ),
     # the verdict of a health tool, where no other verdict of the same line is a bad one
     _ignore(
         "healthy",

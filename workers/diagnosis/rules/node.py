@@ -109,7 +109,8 @@ NODE_RULES = (
             (
                 "mcelog",
                 "uncorrected error|processor context corrupt",
-                r"(?:^|: )(?:uncorrected error|processor context corrupt)\s{0,4}$",
+                r"\bmcelog\S{0,12}: (?:uncorrected error|processor context corrupt)\b"
+                r"|^\s{0,8}(?:uncorrected error|processor context corrupt)\s{0,4}$",
             ),
             # the kernel gives a filesystem up; node-problem-detector has these as permanent
             (
@@ -124,14 +125,13 @@ NODE_RULES = (
                 "cloud-event",
                 "compute.instances.|compute engine|preempted|spot|interruption|instance|retirement"
                 "|decommission|termination|degradation of|due to hardware",
-                r"^(?!.{0,1000}(?:filter|log_id|rebalance|no spot)).{0,1000}?" + _CLOUD_EVENTS,
+                _CLOUD_EVENTS,
             ),
             (
                 "taken-away",
                 "preempt|evict|marking for deletion|failed node|deleting node|taintmanager"
                 "|low realmemory|low socket|batch job complete",
-                r"^(?!.{0,1000}(?:pending the preemption|kv cache|preemptionmode)).{0,1000}?"
-                + _TAKEN_AWAY,
+                _TAKEN_AWAY,
             ),
             (
                 "node-condition",
@@ -220,7 +220,7 @@ NODE_RULES = (
                 "npu-health",
                 "alarm|critical|unknown",
                 r"\| \d{1,3} {1,8}(?:ascend\w{0,12}|\d{3}\w{1,5}) {1,24}\| {0,4}(?:critical|alarm|unknown) {0,20}\|"
-                r"|^\s{0,20}health(?: status)? {1,40}: {0,2}(?:critical|alarm|unknown)\s{0,4}$",
+                r"|\bhealth(?: status)? {2,40}: {0,2}(?:critical|alarm|unknown)\b",
             ),
             # NVSentinel tells what to do about a fault; DCGM's codes after dcgmerrorsmapping.csv
             (
@@ -249,7 +249,7 @@ NODE_RULES = (
             (
                 "dcgm-diag",
                 "fail",
-                r"^\W{0,3}\| ?(?:gpu memory|memory|memtest|memory bandwidth|pcie|nvlink|nvbandwidth"
+                r"(?:^|\s)\| ?(?:gpu memory|memory|memtest|memory bandwidth|pcie|nvlink|nvbandwidth"
                 r"|diagnostic|inforom|page retirement(?:/row remap)?|sm stress|targeted (?:stress|power)"
                 r"|pulse test|eud(?: test)?) {1,60}\| {0,2}(?:pass - (?:gpus?: [\d, -]{1,60}|all)\s{0,8})?"
                 r"fail\b",

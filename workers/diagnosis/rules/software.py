@@ -193,7 +193,7 @@ PROCESS_RULES = (
             (
                 "cann-code",
                 "e",
-                r"^\W{0,3}(?:\[\S{1,40}\]:? ?)?e(?:[a-z]\d{4}|\d{5}): \S",
+                r"(?:^|[\s\]])e(?:[a-z]\d{4}|\d{5}): \S",
             ),
             # of C, Rust and Go
             (

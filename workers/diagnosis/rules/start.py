@@ -65,10 +65,10 @@ START_RULES = (
                 "|got unexpected extra",
                 r"(?:^|[\])>] ?)\S{1,80}: error: (?:unrecognized arguments|the following arguments are"
                 r" required|argument \S|ambiguous option|one of the arguments|expected (?:one|at least)"
-                r"|too few arguments|invalid choice)|^(?:\S{1,80}: )?error: (?:no such option|missing"
+                r"|too few arguments|invalid choice)|(?:^|\s)error: (?:no such option|missing"
                 r" (?:option|argument|parameter)|invalid value for|no such command|got unexpected extra)"
                 r"|flags parsing error|unknown command[- ]line flag|\bunrecognized option\b"
-                r"|^\S{1,80}: (?:unknown|invalid|illegal) option\b|could not override '",
+                r"|(?:^|\s)\S{1,80}: (?:unknown|invalid|illegal) option\b|could not override '",
             ),
             (
                 "sandbox-runtime",
