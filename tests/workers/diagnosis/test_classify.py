@@ -332,7 +332,7 @@ def test_only_the_last_try_is_a_fault(error: str, status: str) -> None:
         (
             "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 "
             "DUE TO PREEMPTION ***",
-            "",
+            "lost connection",
         ),
         ("vllm: Sequence group 12 is preempted by PreemptionMode.RECOMPUTE", ""),
         ("Linux version 6.8.0 #1 SMP PREEMPT_DYNAMIC", ""),
