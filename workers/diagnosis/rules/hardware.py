@@ -336,7 +336,7 @@ MACHINE_RULES = (
                 "gpu-count",
                 "devices unavailable|no healthy devices|gres/gpu|unhealthy|device plugin|allocation devices"
                 "|acceleratedhardwareready|gpumissing|gpus found|gpu found|gpu count|capacity changed",
-                r"\b\d{1,2} gpus? found, expected \d|gpu count mismatch|/gpu\S{0,3} capacity changed from \d{1,3} to \d"
+                r"\b(\d{1,2}) gpus? found, expected (?!\1\b)\d|gpu count mismatch|/gpu\S{0,3} capacity changed from \d{1,3} to \d"
                 r"|allocate failed due to device plugin|error getting list of preferred allocation devices"
                 r"|devices unavailable for \S{0,4}(?:nvidia|amd|gpu\.intel|habana)\S{0,6}/"
                 r"|no healthy devices.{0,80}(?:gpu|nvidia|amd\.com)|gres/gpu\S{0,20} count (?:reported )?(?:lower"

@@ -85,8 +85,8 @@ QUOTE_RULES = (
     # documents, comments, advice: a condition, not an event
     _ignore(
         "advice",
-        "#|//|if |see |hint|tip|note|refer|possible|solution|for more|docs|this |it |that |these |there ",
-        r"^(?:\[\w{1,12}\]:? ?)?\s{0,8}(?:#{1,4} |// |if |see (?:also |the |https?:)|hint: |tip: |note: |refer to "
+        "action for xid|#|//|if |see |hint|tip|note|refer|possible|solution|for more|docs|this |it |that |these |there ",
+        r"\b(?:recommended|immediate) action for xid|^(?:\[\w{1,12}\]:? ?)?\s{0,8}(?:#{1,4} |// |if |see (?:also |the |https?:)|hint: |tip: |note: |refer to "
         r"|possible (?:cause|reason)s?\b|solutions?: |for more |docs?: |(?:this|it|that|these|there)"
         r" (?:\w{1,12} )?(?:can|could|may|might|usually|often|typically) )",
     ),
@@ -297,6 +297,13 @@ IGNORE_RULES = (
         r"^(?!.{0,400}nccl warn).{0,400}?\b(?:falls? ?back|falling back|(?:us(?:e|ing)|with) \S{1,60}"
         r" instead\b)",
         depth_max=FABRIC,
+    ),
+    # a server that takes the next port
+    _ignore(
+        "next-port",
+        "trying|using|switching",
+        r"\b(?:in use|occupied|taken|busy|unavailable)\b.{0,60}\b(?:trying|using|switching to) (?:the )?"
+        r"(?:next|another|a (?:different|random|free)|port\b|\d)",
     ),
     _ignore(
         "sample-skipped",

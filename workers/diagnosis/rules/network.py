@@ -95,23 +95,6 @@ NETWORK_RULES = (
             ),
             # mlx5's kernel driver: "QP 51291 error: local length error (0x8e 0x0 0x0)"
             ("qp-error", " error: ", r"\bqp \d{1,9} error: \w"),
-            # between prefill and decode: NIXL, Mooncake, UCCL, SGLang
-            (
-                "kv-transfer",
-                "nixl|gennotif|xferreq|loadremotemd|mooncake|kvtransfer|kv chunk|kvcache"
-                "|transfer_fail|rpc_fail|transfer_|worker_pool|rdma_|uccl|kvpoll",
-                r"\bnixl_err_(?:backend|remote_disconnect|unknown|canceled)\b"
-                r"|\bnixl(?:backend|remotedisconnect|unknown|canceled)error\b"
-                r"|\bnixl\b.{0,60}(?:transfer|handshake|notif)\w{0,12} .{0,30}(?:fail|error)"
-                r"|\b(?:gennotif|(?:post|create|make)xferreq|getxferstatus|loadremotemd|fetchremotemd"
-                r"|sendlocalmd|checkremotemd)\b.{0,80}(?:fail|\berror|no (?:specified|potential|available)"
-                r"|could not|unable|not found)|\bkvtransfererror\b(?!.{0,200}not alive)"
-                r"|failed to (?:send (?:kv|aux|state)|get kvcache|receive all kvs)"
-                r"|\b(?:transfer|rpc)_fail\b|(?:transfer_\w{1,20}|worker_pool|rdma_\w{1,16}"
-                r"|multi_transport|tcp_transport)\.(?:cpp|h):\d{1,5}\].{0,80}(?:fail(?:ed|ure)?\b|\berror\b"
-                r"|timed? ?out|timeout)|mooncake.{0,40}(?:fail(?:ed|ure)\b|\berror\b)"
-                r"|\buccl\b.{0,60}(?:fail\w{0,4} to|\berror\b:?|unable to)",
-            ),
             # torch_npu: a collective that its retries did not save
             ("hccl-retry", "hccl op retry failed|suspect remote error"),
             # Open MPI's TCP and InfiniBand layers
@@ -124,7 +107,11 @@ NETWORK_RULES = (
                 r"|openfabrics .{0,40}failed to (?:initialize|create)",
             ),
             # IP over InfiniBand
-            ("ipoib", "ib", r"\bib\w{0,8}\d{1,3}\w{0,8}: (?:transmit timeout|timing out|failed )"),
+            (
+                "ipoib",
+                "ib",
+                r"\bib\w{0,8}\d{1,3}\w{0,8}: (?:transmit timeout|timing out; \d|failed (?:send|to) )",
+            ),
             (
                 "ib-call",
                 "ibv",
@@ -166,7 +153,7 @@ NETWORK_RULES = (
                 "ofi-request",
                 "ofi|libfabric|fi_|ucx|ucs_|transport error|ptlte|prov/|rxr_|efa_rdm|endpoint timeout",
                 r"(?:net/ofi|libfabric|prov/|rxr_|efa_rdm).{0,120}(?:completed with error|\berr\b|error"
-                r"|unreachable|failed|busy)|ucx +error|ucs_err_|transport error: |endpoint timeout"
+                r"|unreachable|failed|busy)|ucx +error(?! handling)|ucs_err_|transport error: |endpoint timeout"
                 r"|unresponsive receiver|ptlte_not_found"
                 r"|(?:net/)?ofi\b.{0,60}(?:couldn't|could not|unable|failed|error)"
                 r"|ofi_\w{2,40}.{0,60}(?:fail|error)|\bfi_\w{2,24}(?:\(\))?:? .{0,40}(?:failed|error)"
@@ -307,6 +294,23 @@ NETWORK_RULES = (
         statuses.OTHER_NETWORK,
         RAISED,
         (
+            # between prefill and decode: NIXL, Mooncake, UCCL, SGLang
+            (
+                "kv-transfer",
+                "nixl|gennotif|xferreq|loadremotemd|mooncake|kvtransfer|kv chunk|kvcache"
+                "|transfer_fail|rpc_fail|transfer_|worker_pool|rdma_|uccl|kvpoll",
+                r"\bnixl_err_(?:backend|remote_disconnect|unknown|canceled)\b"
+                r"|\bnixl(?:backend|remotedisconnect|unknown|canceled)error\b"
+                r"|\bnixl\b.{0,60}(?:transfer|handshake|notif)\w{0,12} .{0,30}(?:fail|error)"
+                r"|\b(?:gennotif|(?:post|create|make)xferreq|getxferstatus|loadremotemd|fetchremotemd"
+                r"|sendlocalmd|checkremotemd)\b.{0,80}(?:fail|\berror|no (?:specified|potential|available)"
+                r"|could not|unable|not found)|\bkvtransfererror\b(?!.{0,200}not alive)"
+                r"|failed to (?:send (?:kv|aux|state)|get kvcache|receive all kvs)"
+                r"|\b(?:transfer|rpc)_fail\b|(?:transfer_\w{1,20}|worker_pool|rdma_\w{1,16}"
+                r"|multi_transport|tcp_transport)\.(?:cpp|h):\d{1,5}\].{0,80}(?:fail(?:ed|ure)?\b|\berror\b"
+                r"|timed out|timeout (?:waiting|after|exceeded|expired))|mooncake.{0,40}(?:fail(?:ed|ure)\b|\berror: )"
+                r"|\buccl\b.{0,60}(?:fail\w{0,4} to|\berror: |unable to)",
+            ),
             (
                 "connect-timeout",
                 "time|errno 110|etimedout|connect|complete transfer",

@@ -48,17 +48,15 @@ _CLOUD_EVENTS = _one_of(
     r"|baremetalcaretakerpreempted)",
     "instance terminated by compute engine",
     "instance was preempted",
-    r"\bin (?:bad )?state:? ?\W?preempted",
-    r"\bstate\W{1,3}preempted\b",
+    r"\b(?:node|tpu|vm|instance|worker|resource)\b.{0,100}\bstate\W{1,3}preempted\b",
     "spotinterrupted",
     "spot (?:instance )?(?:interruption|termination) (?:warning|notice|was)",
     "terminatingoninterruption",
     "interruption triggered termination",
-    r"instance (?:is )?(?:terminating|stopping)\b",
     "instance(?:unhealthy|terminating|stopping)",
-    r"scheduled for (?:retirement|termination|decommission)",
+    r"\binstance\b.{0,80}scheduled for (?:retirement|termination|decommission)",
     "degradation of the underlying hardware",
-    "due to hardware (?:error|failure)",
+    r"\b(?:instance|node|vm|machine|host)\b.{0,80}due to hardware (?:error|failure)",
 )
 # Kubernetes and Kueue (WorkloadEvicted and its reasons), Slurm: the nodes are taken away.
 _TAKEN_AWAY = _one_of(
@@ -80,8 +78,8 @@ _TAKEN_AWAY = _one_of(
 # NVSentinel, AWS's node monitoring agent.
 _CONDITIONS = _one_of(
     r"(?:kerneldeadlock|readonlyfilesystem|xfsshutdown|cperhardwareerrorfatal"
-    r"|corruptdockeroverlay2|frequent\w{6,30}restart|(?:gpu|nvswitch|nic|syslogs|infiniband|ethernet)\w{0,30}"
-    r"(?:watch|error|failure|fallenoff))"
+    r"|corruptdockeroverlay2|frequent\w{6,30}restart|(?:gpu|nvswitch)[a-z]{2,30}watch"
+    r"|syslogs[a-z]{2,30})"
     r"(?: {1,12}| is now: |[= ]{0,2}status[:=] ?| ?[:=] ?)\W?true\b",
     r"\b(?:filesystemisreadonly|xfshasshutdown|dockerhung)\b",
     r"\b(?:gpu|nvswitch|nic|syslogs)\w{0,40}isnothealthy\b",
@@ -226,7 +224,8 @@ NODE_RULES = (
             (
                 "sentinel",
                 "recommended action|recommendedaction|errorcode",
-                r"recommended ?action\W{1,4}(?!none|ignore|unknown)[a-z]"
+                r"recommended ?action\W{1,4}(?:component_reset|reset_gpu|gpu_reset|node_re|restart_|replace_"
+                r"|run_|contact_support|check_fm|drain)"
                 r"|errorcode\W{1,3}(?:gpu_(?:temp_hw_slowdown|hw_power_brake)_violation|dcgm_fr_"
                 r"(?:volatile_dbe|retired_pages|corrupt_inforom|power_unreadable|nvlink_down"
                 r"|nvlink_crc|nvswitch_(?:fatal|down|nvlink_down)|thermal_viol|temp_viol"
@@ -259,7 +258,7 @@ NODE_RULES = (
             (
                 "tpu-unhealthy",
                 "tpu",
-                r"\btpu\b.{0,60}(?:is not healthy\b|\bunhealthy\b)|\btpu\b.{0,60}health\W{1,3}unhealthy",
+                r"\btpu\b.{0,60}(?:is not healthy\b|\bunhealthy\b(?!.{0,12}\b0\b))|\btpu\b.{0,60}health\W{1,3}unhealthy",
             ),
         ),
     ),

@@ -16,13 +16,6 @@ START_RULES = (
                 r"imagepullbackoff|errimage(?:never)?pull|invalidimagename|couldn't parse image reference|(?:failed to|error) pull(?:ing)?"
                 r" image|pull access denied|manifest unknown|manifest for \S{1,200} not found",
             ),
-            # what pdsh, mpirun and DeepSpeed's runner reach the nodes by
-            (
-                "ssh",
-                "ssh: |ssh_exchange|kex_exchange|host key verification",
-                r"\bssh: (?:connect to host|could not resolve hostname)"
-                r"|\b(?:ssh|kex)_exchange_identification: |host key verification failed",
-            ),
             # NCCL, torch and Open MPI map memory that the processes of a node share
             (
                 "shared-memory",
@@ -37,6 +30,13 @@ START_RULES = (
         statuses.OTHER_SOFTWARE,
         RAISED,
         (
+            # what pdsh, mpirun and DeepSpeed's runner reach the nodes by
+            (
+                "ssh",
+                "ssh: |ssh_exchange|kex_exchange|host key verification",
+                r"\bssh: (?:connect to host|could not resolve hostname)"
+                r"|\b(?:ssh|kex)_exchange_identification: |host key verification failed",
+            ),
             # the old process may still hold its port
             ("address-in-use", "in use|eaddrinuse", r"address already in use|eaddrinuse"),
         ),
@@ -52,7 +52,7 @@ START_RULES = (
                 "slots available|reliably start|was unable to|executable file|mpi_init|orte_init"
                 "|prte_init|no executable|already filled|submission failed|unable to allocate"
                 "|unable to create step|unable to create job",
-                r"not enough slots available in the system|was unable to (?:reliably start|launch"
+                r"not enough slots available in the system|(?:orte|prte|mpi\w{2,4}|prterun|orterun|open mpi) was unable to (?:reliably start|launch"
                 r"|start|find the specified executable)|unable to find the specified executable"
                 r"|it looks like \w{3,8}_init failed|no executable was specified|all nodes which are"
                 r" allocated for this job are already filled|batch job submission failed|(?:srun"
@@ -85,7 +85,7 @@ START_RULES = (
             (
                 "neuron-runtime",
                 "nrt_",
-                r"\bnrt_[a-z]\w{2,30}\b.{0,60}\bfail|\bstatus ?= ?nrt_(?!success|exec_hw)\w",
+                r"\bnrt_[a-z]\w{2,30}\b.{0,60}\bfailed to\b|\bstatus ?= ?nrt_(?!success|exec_hw)\w",
             ),
             # Ascend: the runtime's 5070xx, and what a core of the device met
             (
