@@ -22,8 +22,10 @@ from .rules.ignored import (
     IgnoreRule,
 )
 from .rules.network import NETWORK_RULES
+from .rules.node import NODE_RULES
 from .rules.rule import HARDWARE, KILLED, Rule
 from .rules.software import ENDED_RULES, PROCESS_RULES
+from .rules.start import START_RULES
 
 
 class Verdict(NamedTuple):
@@ -48,8 +50,16 @@ class Verdict(NamedTuple):
 
 NOTHING = Verdict("", "")
 
-RULES: tuple[Rule, ...] = (*MACHINE_RULES, *ENDED_RULES, *NETWORK_RULES, *PROCESS_RULES)
+RULES: tuple[Rule, ...] = (
+    *MACHINE_RULES,
+    *NODE_RULES,
+    *ENDED_RULES,
+    *START_RULES,
+    *NETWORK_RULES,
+    *PROCESS_RULES,
+)
 """In the order in which they are tried on a line."""
+_BY_WORDS = tuple((rule.words, rule) for rule in RULES)
 _ORDER = {rule.name: at for at, rule in enumerate(RULES)}
 LINE_CHARS_MAX = 4096
 """A longer line is classified in pieces of this length."""
@@ -148,11 +158,13 @@ def _line_verdict(line: str) -> tuple[Verdict, int]:
     if ignored is not None:
         depth_max = ignored.depth_max
     if depth_max >= 0:
-        for rule in RULES:
-            if rule.depth <= depth_max:
-                at = _match(rule, line, lowered)
-                if at >= 0:
-                    return _verdict(rule, line, lowered, at), rule.depth
+        for words, rule in _BY_WORDS:
+            for word in words:
+                if word in lowered:
+                    at = _match(rule, word, line, lowered) if rule.depth <= depth_max else -1
+                    if at >= 0:
+                        return _verdict(rule, line, lowered, at), rule.depth
+                    break
     if ignored is not None:
         return Verdict("", ignored.name, line=_excerpt(line, 0)), len(RULES) - 1
     return NOTHING, len(RULES)
@@ -163,15 +175,12 @@ def _blanks(words: re.Match[str]) -> str:
     return " " * len(words[0])
 
 
-def _match(rule: Rule, line: str, lowered: str) -> int:
-    """The offset at which the rule matches; -1: it does not."""
-    for word in rule.words:
-        if word in lowered:
-            if rule.pattern is None:
-                return lowered.find(word)
-            found = rule.pattern.search(line if rule.name == EXCEPTION else lowered)
-            return -1 if found is None else found.start()
-    return -1
+def _match(rule: Rule, word: str, line: str, lowered: str) -> int:
+    """The offset at which the rule matches, of which the line has this word; -1: it does not."""
+    if rule.pattern is None:
+        return lowered.find(word)
+    found = rule.pattern.search(line if rule.name == EXCEPTION else lowered)
+    return -1 if found is None else found.start()
 
 
 def _ignored_by(line: str, lowered: str) -> IgnoreRule | None:
@@ -185,10 +194,11 @@ def _ignored_by(line: str, lowered: str) -> IgnoreRule | None:
 def _first(ignore: tuple[IgnoreRule, ...], lowered: str) -> IgnoreRule | None:
     """The first of these rules that matches."""
     for rule in ignore:
-        if any(word in lowered for word in rule.words) and (
-            rule.pattern is None or rule.pattern.search(lowered) is not None
-        ):
-            return rule
+        for word in rule.words:  # any() with a generator takes three times as long
+            if word in lowered:
+                if rule.pattern is None or rule.pattern.search(lowered) is not None:
+                    return rule
+                break
     return None
 
 

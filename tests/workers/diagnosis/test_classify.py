@@ -94,6 +94,18 @@ HARMLESS = [
     "0 of 1,024 requests timed out",
     "observer error 0.03, client error rate 0.1",
     "DeepEP: buffer allocated, num_timeout_cycles=200000000000, timeout: 100 s",
+    # a rule has the words of each
+    "gpu_fail_on_error: true",
+    "recommended action: upgrade to torch 2.6",
+    "8 GPUs found, expected 8",
+    "Port 8000 is already in use, trying port 8001",
+    "ssh: connect to host gpu-3 port 22: Connection refused, retrying in 5 s",
+    "E0811 12:00:00 transfer_task.cpp:44] Transfer failed, retrying (attempt 1/3)",
+    "transfer_task.cpp:12] transfer timeout set to 60 s",
+    "UCX error handling mode: peer",
+    "vLLM instance is stopping, waiting for 3 requests",
+    "pod web-1 is scheduled for termination at the end of the rollout",
+    " 17 | 02/02/2026 | 10:00:00 | Temperature GPU3 | Upper Critical going high | Deasserted",
     # boot messages of a healthy machine
     *(
         line
@@ -332,7 +344,7 @@ def test_only_the_last_try_is_a_fault(error: str, status: str) -> None:
         (
             "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 "
             "DUE TO PREEMPTION ***",
-            "",
+            "lost connection",
         ),
         ("vllm: Sequence group 12 is preempted by PreemptionMode.RECOMPUTE", ""),
         ("Linux version 6.8.0 #1 SMP PREEMPT_DYNAMIC", ""),

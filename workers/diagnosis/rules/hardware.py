@@ -36,7 +36,7 @@ MACHINE_RULES = (
                 r"uncorrect(?:ed|able) \(fatal\)(?! error(?:s|\(s\))? ?: ?0)"
                 # of an NVIDIA GPU: pcie-gpu
                 r"|\b(?:pcieport|mlx\d_core|bnxt_en|nvme|ice|i40e|ixgbe|irdma|efa|hfi1|cxi_ss1|amdgpu|habanalabs)"
-                r" [0-9a-f:.]{7,12}: aer: (?:can't recover|device recovery failed)|dpc: containment event"
+                r" [0-9a-f:.]{7,12}: aer: (?:can't recover|device recovery failed)|dpc: (?:containment event|unmasked uncorrectable|err_fatal)"
                 r"|pciehp: slot\(\S{1,12}\): (?:link down|card not present)",
             ),
             (
@@ -63,7 +63,7 @@ MACHINE_RULES = (
             (
                 "nic-lost",
                 "mlx|bnxt|health|leak of a command|bus stuck",
-                r"will cause a leak of a command|device's health compromised"
+                r"will cause a leak of a command|\bmlx\d_pci_err_detected\b|device's health compromised"
                 r"|\bpoll_health:.{0,30}fatal error [1-9]|\bmlx\d.{0,90}(?:unrecoverable|\bassert_var"
                 r"|firmware internal error|irisc not responding|handling bad device|in error state"
                 r"|health recovery .{0,20}(?:abort|fail)|pci reads still not working)"
@@ -124,8 +124,8 @@ MACHINE_RULES = (
                 "ecc|uncorrectable|sram threshold|poison is|bad page",
                 r"[sd]ram uncorrectable\s{0,40}: ?[1-9]|uncorrectable (?:\w{1,8} )?(?:memory"
                 r"|parity)\b(?!.{0,30}: ?0\b)|uncorrectable ecc|ecc.{0,3}uncorrectable"
-                r"|uncorrectable.{0,30}ecc error|uncorrectable (?:[sd]ram|l[12]|hbm\d?) error(?!.{0,10}: ?0)"
-                r"|sram threshold exceeded ?: ?yes|\b[sd]ram uncorrectable error(?!s? ?:)"
+                r"|uncorrectable.{0,30}ecc error|uncorrectable (?:[sd]ram|l[12]|hbm\d?) error(?!.{0,10}: ?0)|\bhbm uncorrectable"
+                r"|sram threshold exceeded\s{0,40}: ?yes|\b[sd]ram uncorrectable error(?!s? ?:)"
                 r"|(?:ecc|[sd]ram|hbm).{0,80}uncorrect(?:ed|able) (?:\w{1,8} )?errors?(?: count)? ?[:=]"
                 r" ?[1-9]"
                 r"|double[- ]bit ecc|ecc.{0,20}double[- ]bit|unrecovere?d? ?ecc|uncontained ecc"
@@ -335,8 +335,9 @@ MACHINE_RULES = (
             (
                 "gpu-count",
                 "devices unavailable|no healthy devices|gres/gpu|unhealthy|device plugin|allocation devices"
-                "|acceleratedhardwareready|gpumissing",
-                r"allocate failed due to device plugin|error getting list of preferred allocation devices"
+                "|acceleratedhardwareready|gpumissing|gpus found|gpu found|gpu count|capacity changed",
+                r"\b(\d{1,2}) gpus? found, expected (?!\1\b)\d|gpu count mismatch|/gpu\S{0,3} capacity changed from \d{1,3} to \d"
+                r"|allocate failed due to device plugin|error getting list of preferred allocation devices"
                 r"|devices unavailable for \S{0,4}(?:nvidia|amd|gpu\.intel|habana)\S{0,6}/"
                 r"|no healthy devices.{0,80}(?:gpu|nvidia|amd\.com)|gres/gpu\S{0,20} count (?:reported )?(?:lower"
                 r"|too low|changed from)|acceleratedhardwareready\W{1,12}false|\bgpumissing\s{1,8}true"
@@ -418,7 +419,7 @@ MACHINE_RULES = (
                 "blocked for more than|state:d",
                 r"task \S{1,80} blocked for more than \d{1,9} sec|\btask:\S{1,40} {1,16}state:d\b",
             ),
-            ("soft-lockup", "lockup", r"(?:soft|hard) lockup"),
+            ("soft-lockup", "soft lockup"),
             (
                 "rcu-stall",
                 "rcu",
@@ -475,7 +476,7 @@ MACHINE_RULES = (
                 "|malloc(): |corrupted size|floating point exception|munmap_chunk()|malloc_consolidate()"
                 "|pure virtual method",
                 r"segfault at|segmentation fault"
-                r"|(?<!pcie )\bbus error|traps: .{0,60}general protection|\bsig(?:segv|bus|ill)\b"
+                r"|(?<!pcie )\bbus error|traps: .{0,60}general protection|\]:? general protection fault|\bsig(?:segv|bus|ill)\b"
                 r"|illegal instruction \(core|stack smashing detected|double free or corruption"
                 r"|heap corruption|free\(\): inv|malloc\(\): |corrupted size vs|floating point exception"
                 r"|(?:munmap_chunk|malloc_consolidate)\(\): |pure virtual method called",
@@ -501,7 +502,7 @@ MACHINE_RULES = (
                 "cuda-error",
                 "cuda|hip error|hip failure|hiperror|nvrtc|launch failure|device-side assert|aicore|npu func"
                 "|synapse|synstatus|habana exc"
-                "|hsa_status_error|nccl warn hip",
+                "|hsa_status_error|nccl warn hip|hiprtc_error|miopen(hip): error",
                 r"cuda[- ](?:runtime |driver |kernel )?(?:error|failure"
                 r"|exception)|cuda call failed|hiperror(?!_t|string|notready|nodevice)\w{3}|cudaerror(?!_t|string|notready|\s?=|\()\w{3}|cuda_error_(?!handl"
                 r"|not_ready)\w{3}|unhandled cuda|ncclunhandledcuda|thcudacheck fail|== cudasuccess"
@@ -510,7 +511,7 @@ MACHINE_RULES = (
                 r"|aicore (?:execution )?(?:exception|times? ?out|error)|npu function error"
                 r"|synapse error|\bsynstatus ?= ?(?:synstatus )?[1-9]|habana exception"
                 r"|device-side assert|cuda ?malloc.{0,20}fail|triton error|cuda unknown error"
-                r"|\bhsa_status_error|nccl warn hip\w{3,40} failed",
+                r"|\bhsa_status_error|nccl warn hip\w{3,40} failed|\bhiprtc_error_\w|miopen\(hip\): error",
             ),
             (
                 "cuda-assert",

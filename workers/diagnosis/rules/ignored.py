@@ -63,18 +63,30 @@ QUOTE_RULES = (
     # what people and models write to each other: samples of a task
     _ignore(
         "dialogue",
-        "prompt|response|role|question|decoded|generated|assistant|completion|human:|observation"
+        "> |q: |a: |prompt|response|role|question|instruction|{\"|{'|decoded|generated|assistant|completion|human:|observation"
         '|tool_result|"text"|sample ',
-        r"\[(?:prompt|response|question|completion|generated|assistant|user|sample)\]"
-        r"|[\"']role[\"']: ?[\"'](?:user|assistant|system)[\"']"
+        r"^\s{0,4}(?:> .{0,300}\?\s*$|[qa]: )|\[(?:prompt|response|question|completion|generated|assistant|user|sample)\]"
+        r"|[\"']role[\"']: ?[\"'](?:user|assistant|system|tool)[\"']"
+        r"|^\s{0,8}\{[\"'](?:instruction|prompt|question|problem|completion|conversations?|messages|chosen"
+        r"|rejected|answer|input|output|query)[\"']: "
         r"|(?:^|[\])] ?)(?:prompt|question|completion|assistant|human|(?:decoded|generated)(?: text)?"
         r"|observation|(?:dataset )?sample \d{1,9}): |\btool_result\b|^\{\"text\":",
+    ),
+    # a commit or a changelog, which names the fault that it mends
+    _ignore(
+        "commit",
+        "fix|feat|chore|docs|refactor|perf|revert|merge|add|handle|(#|commit",
+        r"\(#\d{1,6}\)\s*$|^\W{0,6}(?:fix(?:e[sd])?|feat|chore|docs|refactor|perf|revert)"
+        r"(?:\([^)]{1,40}\))?!?: |^\s{0,8}[-*\u2022] (?:fix|add|handle|avoid|improve|support|make|bump)"
+        r"(?:e?[sd]|ing)?\b|^\W{0,6}(?:commit )?(?=\d{0,12}[a-f])(?=[a-f]{0,12}\d)[0-9a-f]{7,40} "
+        r"(?:\(|merge\b|fix|feat|chore|docs|test|add|handle|avoid|revert|refactor|use\b|make\b|swallow"
+        r"|retry|bump|remove|\[)|^merge (?:pull request|branch|commit) ",
     ),
     # documents, comments, advice: a condition, not an event
     _ignore(
         "advice",
-        "#|//|if |see |hint|tip|note|refer|possible|solution|for more|docs|this |it |that |these |there ",
-        r"^(?:\[\w{1,12}\]:? ?)?\s{0,8}(?:#{1,4} |// |if |see (?:also |the |https?:)|hint: |tip: |note: |refer to "
+        "action for xid|#|//|if |see |hint|tip|note|refer|possible|solution|for more|docs|this |it |that |these |there ",
+        r"\b(?:recommended|immediate) action for xid|^(?:\[\w{1,12}\]:? ?)?\s{0,8}(?:#{1,4} |// |if |see (?:also |the |https?:)|hint: |tip: |note: |refer to "
         r"|possible (?:cause|reason)s?\b|solutions?: |for more |docs?: |(?:this|it|that|these|there)"
         r" (?:\w{1,12} )?(?:can|could|may|might|usually|often|typically) )",
     ),
@@ -94,11 +106,18 @@ QUOTE_RULES = (
     # what happened before, and is over
     _ignore(
         "past",
-        "last |previous |earlier |resolved|resum|reconnected|established|rejoined|restarted|closed again"
+        "last |previous |earlier | ago|resolved|resum|reconnected|established|rejoined|restarted|closed again"
         "|incident ",
-        r"\b(?:last|previous|earlier) (?:failure|run|attempt|crash)\b|\[resolved\]|\bincident \d{1,9} (?:was |is )?"
+        r"\b\d{1,4} (?:days?|weeks?|months?) ago\b|\b(?:last|previous|earlier) (?:failure|run|attempt|crash)\b|\[resolved\]|\bincident \d{1,9} (?:was |is )?"
         r"(?:closed|resolved|healed)|\b(?:resum(?:ed|ing)|re-?established|reconnected|rejoined|restarted"
         r"|closed again)\b.{0,12} after ",
+    ),
+    # what would have been done
+    _ignore(
+        "dry-run",
+        "dry|would ",
+        r"[(\[]dry[-_ ]?run[)\]]|^dry[-_ ]?run: |\bwould (?:restart|cordon|drain|kill|quarantine|reboot"
+        r"|be (?:killed|cordoned|drained|restarted|evicted|preempted|rebooted))\b",
     ),
     # messages that are left out, and what is set up for the day of a fault
     _ignore(
@@ -127,13 +146,45 @@ QUOTE_RULES = (
 # A rule matches the harmless message, not a word of it: a fault may have the same word, or be
 # counted in the same line.
 IGNORE_RULES = (
+    # the BMC: a condition is over
+    _ignore("deasserted", "deasserted", r"\| ?deasserted"),
+    # a condition of a node that is not there: "ReadonlyFilesystem  False  FilesystemIsNotReadOnly"
+    _ignore(
+        "no-condition",
+        "hasno|isnot|hasnot|false",
+        r"\b\w{2,40}(?:hasno(?:t?[a-z]{4})|isnotreadonly|isnotshutdown)\w{0,40}"
+        r"|\b\w{0,40}(?:deadlock|filesystem|shutdown|watch|pressure|problem|unavailable|error)"
+        r"(?: {1,12}| ?[=:] ?|[ ,;]{1,3}status\W{1,3})false\b",
+    ),
+    # what somebody looks for in a cloud's log
+    _ignore(
+        "log-filter",
+        "compute.instances",
+        r"(?:\bfilter\b|log_id|operation\.producer|\bor\b).{0,200}compute\.instances"
+        r"|compute\.instances\.\w{4,40}\W{1,3} or\b",
+    ),
+    # the verdict of a health tool, where no other verdict of the same line is a bad one
+    _ignore(
+        "healthy",
+        "health|recommended",
+        r"^(?!.{0,1000}(?:unhealthy|not ?healthy|\bfail|critical\b|degraded|unresponsive|\bhung\b)).{0,1000}?"
+        r"(?:\b(?:is_?)?health(?:y|[_ ]?state|[_ ]?status)?\b\W{1,5}(?:healthy|ok|pass|good|true)\b"
+        r"|recommended ?action\W{1,4}(?:none|ignore)\b)",
+    ),
+    # a kernel that is tried and left: "Ignoring this choice", "skipping this config"
+    _ignore(
+        "autotuning",
+        "autotun|ignoring this choice|delay kernel",
+        r"ignoring this (?:choice|config)|autotun\w{0,4}\b.{0,300}(?:ignor|skip|discard|invalid config"
+        r"|not (?:valid|supported))|delay kernel timed out",
+    ),
     # not where another count of the same line is over 0
     _ignore(
         "count-of-none",
         "error|failure",
         r"^(?!.{0,1000}(?:errors?|failures?)(?:\(s\))?(?: ?count\w{0,3})?\s{0,2}[:=]\s{0,3}[1-9])"
         r".{0,1000}?(?:"
-        r"(?:errors?|failures?)(?:\(s\))?(?: ?count\w{0,3})?\s{0,2}[:=]\s{0,3}0(?![\w.])"
+        r"(?:errors?|failures?)(?:\(s\))?(?: ?count\w{0,3})?\s{0,2}[:=]\s{0,3}0(?![\w.]| in \S)"
         r"|(?<!gpu )(?<!device )(?<!rank )(?<!link )(?<!port )(?<!node )(?<!worker )(?<!process )"
         r"(?<!step )(?<!slot )(?<!stage )(?<!task )(?<![\d.])\b0 (?:[\w-]{1,20} "
         r"){0,2}errors\b|\b(?:no|zero|without)(?: any)? (?:[\w-]{1,20} ){0,2}errors\b)",
@@ -156,11 +207,11 @@ IGNORE_RULES = (
         r"|killing subprocess \d",
         depth_max=HARDWARE,
     ),
-    # a job preempted by its scheduler exits as planned; a preempted node is lost (node-failed)
+    # a job that its scheduler preempts loses its nodes (taken-away)
     _ignore(
         "planned-end",
-        "cancelled|due to preemption|time limit|requeue",
-        r"cancelled at (?!.{0,60}node failure)|due to (?:time limit|preemption|job requeue)"
+        "cancelled|time limit|requeue",
+        r"cancelled at (?!.{0,60}(?:node failure|preemption))|due to (?:time limit|job requeue)"
         r"|(?:job|wall ?clock|wall|run) ?time limit",
     ),
     _ignore("task-terminated", "terminated", r"srun: error: .{0,60}: terminated\s*$"),
@@ -236,7 +287,7 @@ IGNORE_RULES = (
         "errno: 97|hostname of the client socket cannot be|the ipv6 network addresses of",
     ),
     # what a server's ssh daemon prints when somebody leaves
-    _ignore("ssh-daemon", "sshd", r"\bsshd(?:-session)?\[\d"),
+    _ignore("ssh-daemon", "sshd", r"\bsshd(?:-session|-auth)?(?:\[\d|: )"),
     # UCX has a level for errors too
     _ignore("ucx-warning", "ucx", r"\bucx  ?(?:warn|diag)\b(?!.{0,30}async)", depth_max=DEVICE),
     # "nothing found, so the other way": not NCCL's, which names a fault of the machine
@@ -246,6 +297,13 @@ IGNORE_RULES = (
         r"^(?!.{0,400}nccl warn).{0,400}?\b(?:falls? ?back|falling back|(?:us(?:e|ing)|with) \S{1,60}"
         r" instead\b)",
         depth_max=FABRIC,
+    ),
+    # a server that takes the next port
+    _ignore(
+        "next-port",
+        "trying|using|switching",
+        r"\b(?:in use|occupied|taken|busy|unavailable)\b.{0,60}\b(?:trying|using|switching to) (?:the )?"
+        r"(?:next|another|a (?:different|random|free)|port\b|\d)",
     ),
     _ignore(
         "sample-skipped",
@@ -257,6 +315,13 @@ IGNORE_RULES = (
     # programs that a model has written and a task runs and scores
     _ignore("scored", "reward", r"\breward\s?[=:]\s?-?\d", depth_max=HARDWARE),
     _ignore("tool-warning", "warning: ", r"^(?:\S{1,40}: )?warning: ", depth_max=FABRIC),
+    # a count that a screen or a report shows
+    _ignore(
+        "no-alerts",
+        "0",
+        r"\b(?:alerts?|incidents?|occurrences?|events?|counts?|totals?)\s{0,8}[:=] {0,8}0(?![\w.])(?!.{0,400}"
+        r"[:=] {0,8}[1-9])",
+    ),
     # a sample of a metric whose value is 0
     _ignore("metric", " 0", r"^[a-z_][\w:.]{3,120}(?:\{.{0,1000}\})? 0(?:\.0)?\s*$"),
     # a line of settings, not of events

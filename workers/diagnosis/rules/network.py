@@ -35,6 +35,14 @@ NETWORK_RULES = (
                 r"|port module event.{0,60}high temperature|transceiver .{0,30}(?:removed|error|fail)",
             ),
             ("bond-inactive", "without any active interface"),
+            # UFM and its subnet manager, about a port of the fabric
+            (
+                "fabric-port",
+                "link went down|considered by sm|ufm|unhealthy port|port isolat",
+                r"\blink went down\b|considered by sm as unhealthy|\bufm\b.{0,80}(?:(?:link|port|node"
+                r"|switch) is down\b|unhealthy|\bisolated|flapping)|\bunhealthy (?:ib )?port\b"
+                r"(?!.{0,30}clear)",
+            ),
             (
                 "ib-port-state",
                 "physical_state|phys state|port state|port 1 state|state: |from active",
@@ -70,11 +78,39 @@ NETWORK_RULES = (
             (
                 "ib-completion",
                 "completion|vendor err|vendor_err|wc_|retry exc|retry count|syndrome|error cqe",
-                r"got completion (?:from peer )?.{0,90}(?:status ?=|error) ?\d|vendor[ _]err(?: |:|=)\s?(?:0x)?\d"
+                r"infiniband retry count between|got completion (?:from peer )?.{0,90}(?:status ?=|error) ?\d|vendor[ _]err(?: |:|=)\s?(?:0x)?\d"
                 r"|ibv_wc_(?!success)\w{3}|(?:transport )?retry (?:count|counter|exc)\w{0,10} ?exceed"
                 r"|retry_exc_err|completion with error|vendor[_ ]synd\w{0,5} ?:? ?0x|\berror cqe\b"
                 r"|(?:send|receive|recv|work) completion error"
                 r"|poll_one:\d.{0,40}syndrome",
+            ),
+            # UCX's lines are named by the file that prints them; what a queue pair met (ib_mlx5_log.c)
+            (
+                "ucx-line",
+                ".c:| on mlx| on bnxt| on irdma",
+                r"\b(?:ud|rc|dc|ib|tcp|ucp|uct|pml_ucx|osc_ucx|mm|rdmacm|wireup|flush|rndv|sockcm"
+                r"|cm|srd|efa|gga)\w{0,24}\.c:\d{1,5}\s{1,6}(?:ucx\s{1,3})?(?:fatal|error)\b"
+                r"|\b(?:local|remote|memory|bad|transport|receive|rnr)[\w -]{0,40} on \w{2,16}:\d{1,2}"
+                r"/(?:ib|roce)\b",
+            ),
+            # mlx5's kernel driver: "QP 51291 error: local length error (0x8e 0x0 0x0)"
+            ("qp-error", " error: ", r"\bqp \d{1,9} error: \w"),
+            # torch_npu: a collective that its retries did not save
+            ("hccl-retry", "hccl op retry failed|suspect remote error"),
+            # Open MPI's TCP and InfiniBand layers
+            (
+                "mpi-transport",
+                "btl_|oob_|tcp_peer|tcp connect|openfabrics|mpi tcp|pml add procs",
+                r"\bbtl_(?:tcp|openib|ofi|usnic)\w{0,20}\b.{0,120}(?:fail|error|refus|timed out|reset)"
+                r"|failed to tcp connect to a peer|\btcp_peer_\w{2,24}: .{0,60}fail"
+                r"|inbound mpi tcp connection request|pml add procs failed"
+                r"|openfabrics .{0,40}failed to (?:initialize|create)",
+            ),
+            # IP over InfiniBand
+            (
+                "ipoib",
+                "ib",
+                r"\bib\w{0,8}\d{1,3}\w{0,8}: (?:transmit timeout|timing out; \d|failed (?:send|to) )",
             ),
             (
                 "ib-call",
@@ -117,7 +153,7 @@ NETWORK_RULES = (
                 "ofi-request",
                 "ofi|libfabric|fi_|ucx|ucs_|transport error|ptlte|prov/|rxr_|efa_rdm|endpoint timeout",
                 r"(?:net/ofi|libfabric|prov/|rxr_|efa_rdm).{0,120}(?:completed with error|\berr\b|error"
-                r"|unreachable|failed|busy)|ucx +error|ucs_err_|transport error: |endpoint timeout"
+                r"|unreachable|failed|busy)|ucx +error(?! handling)|ucs_err_|transport error: |endpoint timeout"
                 r"|unresponsive receiver|ptlte_not_found"
                 r"|(?:net/)?ofi\b.{0,60}(?:couldn't|could not|unable|failed|error)"
                 r"|ofi_\w{2,40}.{0,60}(?:fail|error)|\bfi_\w{2,24}(?:\(\))?:? .{0,40}(?:failed|error)"
@@ -240,7 +276,8 @@ NETWORK_RULES = (
             (
                 "collective-timeout",
                 "tim|ei0002",
-                r"collective operation timeout|timeout at (?:collective|nccl work)"
+                # Ascend waits for its stream, which waits for the others
+                r"reason=\[?stream sync timeout|stream synchronize timeout|collective operation timeout|timeout at (?:collective|nccl work)"
                 r"|\bei0002\b|notify register times? out|hccl.{0,80}(?:times? out|timed out|timeout(?!\s?[=:]"
                 r"|[_ ](?:is|of|interval)))|work ?[nhr]ccl\(.{0,200}timed? ?(?:out|ing out)"
                 r"|monitoredbarrier|pass monitored barrier"
@@ -257,6 +294,23 @@ NETWORK_RULES = (
         statuses.OTHER_NETWORK,
         RAISED,
         (
+            # between prefill and decode: NIXL, Mooncake, UCCL, SGLang
+            (
+                "kv-transfer",
+                "nixl|gennotif|xferreq|loadremotemd|mooncake|kvtransfer|kv chunk|kvcache"
+                "|transfer_fail|rpc_fail|transfer_|worker_pool|rdma_|uccl|kvpoll",
+                r"\bnixl_err_(?:backend|remote_disconnect|unknown|canceled)\b"
+                r"|\bnixl(?:backend|remotedisconnect|unknown|canceled)error\b"
+                r"|\bnixl\b.{0,60}(?:transfer|handshake|notif)\w{0,12} .{0,30}(?:fail|error)"
+                r"|\b(?:gennotif|(?:post|create|make)xferreq|getxferstatus|loadremotemd|fetchremotemd"
+                r"|sendlocalmd|checkremotemd)\b.{0,80}(?:fail|\berror|no (?:specified|potential|available)"
+                r"|could not|unable|not found)|\bkvtransfererror\b(?!.{0,200}not alive)"
+                r"|failed to (?:send (?:kv|aux|state)|get kvcache|receive all kvs)"
+                r"|\b(?:transfer|rpc)_fail\b|(?:transfer_\w{1,20}|worker_pool|rdma_\w{1,16}"
+                r"|multi_transport|tcp_transport)\.(?:cpp|h):\d{1,5}\].{0,80}(?:fail(?:ed|ure)?\b|\berror\b"
+                r"|timed out|timeout (?:waiting|after|exceeded|expired))|mooncake.{0,40}(?:fail(?:ed|ure)\b|\berror: )"
+                r"|\buccl\b.{0,60}(?:fail\w{0,4} to|\berror: |unable to)",
+            ),
             (
                 "connect-timeout",
                 "time|errno 110|etimedout|connect|complete transfer",
@@ -296,9 +350,9 @@ NETWORK_RULES = (
             ),
             ("c10d", "[c10d]", r"\[c10d\].{0,300}(?:fail|error|timed out|unable|lost)"),
             (
-                "address-in-use",
-                "in use|eaddrinuse|requested address|eaddrnotavail",
-                r"address already in use|eaddrinuse|cannot assign requested address|eaddrnotavail",
+                "address-absent",
+                "requested address|eaddrnotavail",
+                r"cannot assign requested address|eaddrnotavail",
             ),
             (
                 "remote-service",
@@ -345,8 +399,10 @@ NETWORK_RULES = (
         (
             (
                 "remote-exited",
-                "remote|prematurely|another task|fatal errors|leader|coordinator",
+                "remote|prematurely|another task|fatal errors|leader|coordinator|heartbeats|raylet",
                 r"remote process (?:has )?exit|ncclremoteerror|remote error\b|exiting prematurely"
+                # JAX's coordination service; Ray, whose daemon on the node has closed the socket
+                r"|tasks are unhealthy \(stopped sending heartbeats|rayletclient\].{0,60}connection closed"
                 r"|another task died|remote task has failed|distributed service detected fatal errors"
                 r"|(?:leader|coordinator) (?:task )?(?:was preempted|died)",
             ),

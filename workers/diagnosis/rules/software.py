@@ -108,11 +108,6 @@ PROCESS_RULES = (
                 r"|failed to (?:save|write|upload) .{0,20}checkpoint"
                 r"|checkpoint .{0,40}(?:save|write|upload) failed",
             ),
-            (
-                "image-pull",
-                "imagepull|errimage|failed to pull image",
-                r"imagepullbackoff|errimagepull|failed to pull image",
-            ),
         ),
         can_pass=True,
     ),
@@ -180,9 +175,9 @@ PROCESS_RULES = (
             ),
             (
                 "library-missing",
-                "shared object|undefined symbol|glibc|command not found|no module named|no such file"
+                "sh: |shared object|undefined symbol|glibc|command not found|no module named|no such file"
                 "|cannot find -l",
-                r"cannot open shared object file: no such|undefined symbol|\bld\S{0,5}: cannot find -l"
+                r"\b(?:ba|da|z)?sh: .{0,200}no such file or directory|cannot open shared object file: no such|undefined symbol|\bld\S{0,5}: cannot find -l"
                 r"|execve\(\): .{0,200}no such file"
                 r"|glibc\w{0,3}_\d\S{0,12}' not found|command not found|no module named"
                 r"|can't open file .{0,200}no such file",
@@ -194,19 +189,18 @@ PROCESS_RULES = (
                 r"\b(?:ptxas|nvcc|nvlink|fatbinary|cicc|hipcc)\b.{0,200}\b(?:fatal|error) {0,4}:"
                 r"|collect2: error|ninja: build stopped",
             ),
-            # Python's argparse
+            # Ascend's codes: a letter for the layer, and the number; EI are the collectives'
             (
-                "arguments",
-                ": error: ",
-                r"^\S{1,80}: error: (?:unrecognized arguments|the following arguments are required"
-                r"|argument \S)",
+                "cann-code",
+                "e",
+                r"(?:^|[\s\]])e(?:[a-z]\d{4}|\d{5}): \S",
             ),
             # of C, Rust and Go
             (
                 "assertion",
-                "assertion|panic",
+                "assertion|panic|check failed: ",
                 r"\.(?:c|cc|cpp|cxx|h|hpp):\d{1,6}: .{0,200}\bassertion\b.{0,300}failed|\bassertion failed:"
-                r"|\bthread '.{0,60}' panicked at|^panic: ",
+                r"|\bthread '.{0,60}' panicked at|^panic: |(?:\bf\d{4} \d\d:\d\d:|(?:^|[\s:])f \S{1,100}\.cc:).{0,200}\] check failed: ",
             ),
             (
                 "permission-denied",
@@ -216,8 +210,8 @@ PROCESS_RULES = (
             (
                 "memory-short",
                 "cannot allocate memory|bad_alloc|enomem|defaultcpuallocator|unable to allocate"
-                "|temporarily unavailable",
-                r"\b(?:fork|pthread_create|thread|clone)\b.{0,80}resource temporarily unavailable|cannot allocate memory|unable to allocate [\d.]{1,12} ?.i?b\b|std::bad_alloc|enomem\b|defaultcpuallocator: can",
+                "|temporarily unavailable|omp: error|start new thread|thread creation",
+                r"\bomp: error #\d|can't start new thread|thread creation failed|\b(?:fork|pthread_create|thread|clone)\b.{0,80}resource temporarily unavailable|cannot allocate memory|unable to allocate [\d.]{1,12} ?.i?b\b|std::bad_alloc|enomem\b|defaultcpuallocator: can",
             ),
             (
                 "size-mismatch",
