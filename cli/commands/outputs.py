@@ -40,7 +40,7 @@ def check_free(output: str, what: str, client: Client, *, loads: bool = False) -
         return
     _check_owner(output, local, state, what)
     checkpoints = local.glob("gen-*/iter-*")
-    if loads or not any(one.name[5:].isdecimal() for one in checkpoints):
+    if loads or not any(folder.name[5:].isdecimal() for folder in checkpoints):
         return
     owner = f"task {same[-1]['id']} ({same[-1]['name']})" if same else "an earlier task"
     name = os.path.normpath(local)
@@ -88,7 +88,7 @@ def check_possible(output: str, what: str, url: Urls) -> None:
     try:
         with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             folder.stat()  # a loop of links, a name that is too long
-        least = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
+        least = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
         if not least.is_dir():
             raise UsageError(f"{what}: {least} is not a folder", folder_trial.ANOTHER)
     except OSError as error:
