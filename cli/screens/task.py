@@ -141,8 +141,10 @@ def _failing(task: Plain, now_s: float) -> list[str]:
     if failing["until_s"] is not None:
         left = fmt.span(max(failing["until_s"] - now_s, 0.0))
         budget = f"it may pass: started again for {left} more"
-    else:
+    elif failing["num"]:
         budget = f"failure {failing['num']} of {failing['num_max']} without progress"
+    else:
+        budget = "tried again" if not failing["suspects"] else "tried on another slot"
     starts_s = failing["starts_s"]
     pause = fmt.span(max(starts_s - now_s, 0.0)) if starts_s is not None else ""
     then = f", starts again in {pause}" if pause else ""
