@@ -107,6 +107,7 @@ CASES = (
     Case("loop-exit", (2, 2), fault="FAULT=exit", words="exit code 3"),
     Case("loop-disk", (1, 2), fault="FAULT=disk", words="No space left"),
     Case("loop-many", (1, 1), fault="FAULT=many"),
+    Case("no-output", (1, 2), fault="FAULT=output", outcome="finished"),
 )
 
 
@@ -144,13 +145,18 @@ class Trial:
         view = self.cluster.client().get("/v1/state")
         return sum(slot["out"] for node in view["nodes"] for slot in node["slots"])
 
+    def needs(self, task: int) -> list[dict[str, Any]]:
+        """What of the task needs a person."""
+        view = self.cluster.client().get("/v1/state")
+        return [need for need in view["needs"] if need["task"] == task]
+
     def play(self, case: Case) -> Result:
         """Submit the task, and watch it to its end."""
         cluster, after = self.cluster, self.cluster.seq()
         task = cluster.submit(self._spec(case))
         told_s, num_out, deadline_s = 0.0, 0, time.monotonic() + CASE_S_MAX
         while (view := cluster.task(task))["state"] not in ENDED:
-            if not told_s and (view["failing"] or view["incident"]):
+            if not told_s and (view["failing"] or view["incident"] or self.needs(task)):
                 told_s = time.time()
             num_out = max(num_out, self.out())
             if time.monotonic() > deadline_s:
@@ -161,7 +167,7 @@ class Trial:
         num_out = max(num_out, self.out())
         failures = [
             record.occurred_s
-            for kind in ("RankErrored", "RankExited")
+            for kind in ("RankErrored", "RankExited", "CheckpointFailed")
             for record in cluster.told(after, kind, task=task)
         ]
         first_s = min(failures, default=0.0)
@@ -187,6 +193,7 @@ class Trial:
             "command": [
                 "env",
                 f"PYTHONPATH={LOOP.parent}",
+                f"OUTPUT={folder / 'out'}",
                 *case.fault.split(),
                 sys.executable,
                 str(LOOP),

@@ -6,6 +6,7 @@
 import os
 import runpy
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,7 +18,7 @@ EXAMPLE = Path(__file__).parents[2] / "deploy" / "examples" / "loop.py"
 FAULT, AT = os.environ["FAULT"], int(os.environ.get("AT", "4"))
 RANK = os.environ.get("RANK", "0")
 IS_STRUCK = os.environ.get("ONLY", RANK) == RANK
-SLEEP_S = 0.05
+SLEEP_S, OUTPUT_LOST_S = 0.05, 8.0
 adopt = package.adopt
 
 
@@ -42,8 +43,26 @@ def fail(iteration):
             os._exit(3)
         case "disk":
             raise OSError(28, "No space left on device")
+        case "output":
+            lose_output()
         case "many":
             raise (ValueError, KeyError, TypeError)[time.time_ns() // 1000 % 3](iteration)
+
+
+def lose_output():
+    """Put a file in place of the output folder, for longer than the loop takes."""
+    output = Path(os.environ["OUTPUT"])
+    away = output.with_name("away")
+    if RANK != "0" or away.exists():
+        return
+    output.rename(away)
+    output.write_text("not a folder")
+
+    def give_back():
+        output.unlink()
+        away.rename(output)
+
+    threading.Timer(OUTPUT_LOST_S, give_back).start()
 
 
 def struck(*, sample, build, **others):
