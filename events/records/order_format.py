@@ -59,6 +59,7 @@ ADDED: tuple[Added, ...] = (
     Added(Reconfigure, ("earlier",), Reconfigure, 1, ignorable=True),
     Added(StartRank, ("spec", "model", "exact_sum_bits"), MegatronModel, 1),
     Added(StartRank, ("spec", "loop", "model", "exact_sum_bits"), MegatronModel, 1),
+    Added(StartRank, ("has_begun",), StartRank, 1, ignorable=True),
     Added(Quiesce, ("save_attempt",), Quiesce, 1),
     Added(Quiesce, ("output",), Quiesce, 1),
     Added(Reconfigure, ("output",), Reconfigure, 1),
