@@ -379,11 +379,11 @@ MACHINE_RULES = (
             # queues that the scheduler of the GPU (MES, HWS) does not give back
             (
                 "amd-queue",
-                "queue|kfd|cp gfx|suspend process",
+                "queue|kfd|cp gfx|suspend process|hws hang",
                 r"fail\w{0,4} to (?:remove|evict|restore|resume|suspend|unmap|preempt|map|add) (?:\w{1,10} ){0,3}queues?\b"
                 r"|queues? preemption (?:time|fail|unsuccess)|unsuccessful queues? preemption"
                 r"|failed to (?:quiesce|suspend|resume|evict) (?:kfd|process pid)|freeing queue vital buffer"
-                r"|failed to halt cp gfx|hiq mqd's queue_doorbell",
+                r"|failed to halt cp gfx|\bhws hang|hiq mqd's queue_doorbell",
             ),
             # SMU and PSP: the GPU's power and security processors
             (
@@ -403,10 +403,11 @@ MACHINE_RULES = (
             ("amd-ras", "uncorrectable hardware error(errevent"),
             (
                 "driver-failed",
-                "nvrm:",
-                r"nvrm:(?!.{0,12}(?:nvassert|nvcheck|loading)).{0,160}(?:fail(?!over)|timed? ?out|fatal"
+                "nvrm",
+                r"nvrm:?(?!.{0,12}(?:nvassert|nvcheck|loading)).{0,160}(?:fail(?!over)|timed? ?out|fatal"
                 r"|bad state|cannot (?!map mem)|not responding|may need to be reset|is hung"
-                r"|critical error|no nvidia graphics|not called for)",
+                r"|critical error|no nvidia graphics|not called for|reported (?:an )?error|bad register read"
+                r"|assigned to your nvidia device is invalid|bar\d is 0m|installed in this system is)",
             ),
         ),
     ),

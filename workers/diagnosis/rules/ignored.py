@@ -207,11 +207,11 @@ IGNORE_RULES = (
         r"|killing subprocess \d",
         depth_max=HARDWARE,
     ),
-    # a job that its scheduler preempts loses its nodes (taken-away)
+    # a job that its scheduler preempts loses its nodes (taken-away); a failed task is no plan
     _ignore(
         "planned-end",
         "cancelled|time limit|requeue",
-        r"cancelled at (?!.{0,60}(?:node failure|preemption))|due to (?:time limit|job requeue)"
+        r"cancelled at (?!.{0,60}(?:node failure|preemption|task failure))|due to (?:time limit|job requeue)"
         r"|(?:job|wall ?clock|wall|run) ?time limit",
     ),
     _ignore("task-terminated", "terminated", r"srun: error: .{0,60}: terminated\s*$"),

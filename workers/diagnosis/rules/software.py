@@ -11,7 +11,7 @@ _EXCEPTION = (
     r"(?:Error|Exception|Failure|Exit|NotFound|Expired|Exhausted|Mismatch|Invalid)(?::|\(|\s*$)"
     # any class of a module of exceptions: torch._dynamo.exc.Unsupported, triton's OutOfResources
     r"|(?:[a-z_]\w{0,40}\.){1,6}_?(?:exc|errors?|exceptions?)\.[A-Z]\w{3,60}(?::|\(|\s*$))"
-    r"|^(?:\[rank\d{1,6}\]: ?)?(?:(?:zlib|struct|binascii|socket|select)\.error: |queue\.(?:Empty|Full)\s*$"
+    r"|^(?:\[rank\d{1,6}\]: ?)?(?:Exception: \S|(?:zlib|struct|binascii|socket|select)\.error: |queue\.(?:Empty|Full)\s*$"
     r"|Stop(?:Async)?Iteration\s*$)"
 )
 
@@ -221,6 +221,49 @@ PROCESS_RULES = (
             ),
         ),
     ),
+    # CUDA's and ROCm's libraries by a status or a text alone; rules/hardware.py has the statuses by name.
+    # At this depth a library that is left for another is harmless.
+    *rules(
+        statuses.CUDA_ERRORS,
+        RAISED,
+        (
+            (
+                "gpu-library",
+                "cublas|cudnn|cufft|cusparse|cusolver|curand|cutlass|cutensor|nvrtc|nvjitlink|hipblas"
+                "|hipfft|hipsparse|hiprand|rocblas|miopen|rccl_status|nvml",
+                r"\b(?:cu(?:blas|dnn|fft|sparse|solver|rand|tensor)|nvrtc|nvjitlink|hip(?:blas|fft|sparse|rand)"
+                r"|rocblas|miopen)\w{0,40}\b(?:\(.{0,60}\))?.{0,24}(?:\bfailed\b(?! to (?:load|find|open|import))"
+                r"|ran into an error|\berror:? (?:code |status )?[1-9]|\b(?:returned|got) (?:status|error))"
+                r"|\bcutlass (?:cannot|failed)|\bnvmlerror_(?!notsupported)\w|\bnvml_error_(?!not_supported)\w"
+                r"|\bnvml[a-z]\w{4,40}(?:\(.{0,60}\))? failed",
+            ),
+            (
+                "cuda-driver-call",
+                "culaunch|cumodule|cumem|cuctx|custream|cuevent|cudevice|cufunc|cutensormap|cuinit|cuget"
+                "|curesult|kernel launch failed",
+                r"\bcu(?:launch|module|mem|ctx|stream|event|device|func|tensormap|init|get)[a-z0-9_]{0,40}"
+                r"(?:\(.{0,60}\))? (?:failed|returned (?:error |cuda_)?[1-9])|\bcuresult\W{1,3}[1-9]"
+                r"|\bkernel launch failed\b",
+            ),
+            # cudaGetErrorString's texts
+            (
+                "cuda-told",
+                "no kernel image is available|too many resources requested for launch|invalid device ordinal"
+                "|device kernel image is invalid|an illegal instruction was encountered|hardware stack error"
+                "|launch timed out and was terminated|invalid device function",
+            ),
+            ("tensorrt", "error code", r"\berror code \d{1,2}: (?:cuda|cublas|cudnn|myelin)"),
+        ),
+    ),
+    *rules(
+        statuses.OTHER_SOFTWARE,
+        RAISED,
+        (
+            # DeepSpeed's ZeRO-3, when the ranks' modules run in another order than traced
+            ("zero-trace", "in the parameter fetch queue to be"),
+            ("torch-assert", "internal assert failed"),
+        ),
+    ),
     Rule(
         statuses.OTHER_SOFTWARE,
         "exception",
@@ -264,7 +307,30 @@ PROCESS_RULES = (
                 "exit|returned non-zero|non-zero status|return code",
                 r"exit ?code\s{0,3}:?\s{0,8}[1-9]\d{0,2}\b|exited with (?:exit )?(?:code|status) ?[1-9]"
                 r"|exit status:? [1-9]|exited with [1-9]|return ?code ?[:=]? ?-?[1-9]"
-                r"|non-?zero (?:exit )?(?:status|code)|exited unexpectedly|exit code:? [1-9]",
+                r"|non-?zero (?:exit )?(?:status|code)|exit code:? [1-9]",
+            ),
+            # multiprocessing, Lightning, Ray, vLLM, systemd about a process of theirs
+            (
+                "process-ended",
+                "terminated with|unexpectedly|abnormally|prematurely|process-|code=exited|fatal error"
+                "|exited",
+                r"-- process \d{1,6} terminated with|\bterminated with (?:exit )?(?:code|status):? -?[1-9]"
+                r"|\b(?:exited|terminated|ended|stopped|quit) (?:unexpectedly|abnormally|prematurely)"
+                r"|^\W{0,4}process \w{0,20}process-[\d:]{1,12}:\s*$|code=exited, status=[1-9]"
+                r"|\bencountered a fatal error|first task exited \d",
+            ),
+            # launchers, schedulers and trainers about the job
+            (
+                "job-failed",
+                "job|training|trial|task failure|engine|mpi|bad termination|first observed failure|srun: fatal"
+                "|make: |exception in thread|hit an exception",
+                r"\bjob '?\S{1,80} (?:has )?failed\s*$|\bjob failed\b(?! ?[:=]? ?0)|job has reached the specified"
+                r" backoff limit|\btraining (?:job |run |process |has )?(?:failed|crashed)\b(?! ?[:=])"
+                r"|\btrial task failed|\btrial \S{1,60} errored|due to task failure"
+                r"|\bengine ?core\w{0,8} (?:initialization failed|failed to start)|engine core initialization failed"
+                r"|called mpi_abort\(|bad termination of one of your|\bfatal error in (?:p?mpi_|internal_)\w"
+                r"|first observed failure|\bsrun: fatal: |\bmake(?:\[\d\])?: \*{3} |exception in thread \S"
+                r"|\bhit an exception\b",
             ),
             (
                 "worker-dead",

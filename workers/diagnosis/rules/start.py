@@ -70,6 +70,22 @@ START_RULES = (
                 r"|flags parsing error|unknown command[- ]line flag|\bunrecognized option\b"
                 r"|(?:^|\s)\S{1,80}: (?:unknown|invalid|illegal) option\b|could not override '",
             ),
+            # Hydra and OmegaConf, about a configuration or a class that it names
+            (
+                "hydra",
+                "error executing job|error locating target|error in call to target|error merging"
+                "|error instantiating|error parsing override|primary config|is not in struct",
+                r"\berror (?:executing job with overrides|locating target|in call to target|merging override"
+                r"|instantiating|parsing override)|primary config \w{4,10} not found|key '\S{1,80}' is not in"
+                r" struct",
+            ),
+            # the runtimes below Open MPI; that they do not reach each other is mpi-transport
+            (
+                "mpi-runtime",
+                "orte_error_log|prte error|opal error|fatal error in ",
+                r"\b(?:orte_error_log|prte error|opal error): (?!unreach|lost|timeout)\w"
+                r"|\bfatal error in p?mpi_init",
+            ),
             (
                 "sandbox-runtime",
                 "sandbox runtime|no runtime for",
