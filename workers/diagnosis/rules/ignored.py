@@ -309,7 +309,7 @@ IGNORE_RULES = (
         "sample-skipped",
         "skipping|dropping",
         r"(?:^|[:\]] ?)(?:skipping|dropping) (?:\w{1,12} )?(?:batch|sample|file|shard|record|document"
-        r"|row|image|example)s?\b",
+        r"|row|image|example|config|tactic|kernel)s?\b",
         depth_max=FABRIC,
     ),
     # programs that a model has written and a task runs and scores

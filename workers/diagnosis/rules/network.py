@@ -22,7 +22,7 @@ NETWORK_RULES = (
                 # after the name of an interface, or as the whole message of a driver
                 r"(?:\b(?:nic|hsn\d|cxi\d|eth\w{0,8}|ib\w{0,8}|en\w{1,16}|bond\w{0,8}|adapter"
                 r"|net\w{0,8}|port:? \d{1,3}|slave \S{1,20})\)?,? ?:?|[\w\])]:) (?:nic |port |physical )?link"
-                r" (?:is |status |has gone |went )?(?:definitely |is )?down\b(?! ?(?:events?|counts?)?\s?[:=])"
+                r" (?:is |becomes |status |has gone |went )?(?:definitely |is )?down\b(?! ?(?:events?|counts?)?\s?[:=])"
                 r"|nic link is down|\bsm port is down"
                 r"|link status (?:definitely )?down|lost carrier|carrier (?:lost|is off|down)|link flap"
                 r"|link[_ ](?:error[_ ]recovery|downed)\w{0,10}.{0,20}(?:counter(?!.{0,4}\b0)|incre|rose|grew"
@@ -228,7 +228,7 @@ NETWORK_RULES = (
                 "not responding|unresponsive client|lustre|lnet|ptlrpc|nfs|ceph|gpfs|endpoint shutdown",
                 r"nfs: server \S{1,80} not responding|cannot send after transport endpoint"
                 r"|evict\w{0,3} unresponsive client|lustre.{0,160}(?:was lost|timed out|network error"
-                r"|(?<!\b0 were )evicted|rc = -1(?:0[4-9]|1\d)\b|failed: -1(?:0[4-9]|1\d)\b)|lnet.{0,90}(?:timed out"
+                r"|(?<!\b0 were )evicted|rc = -1(?:0[4-9]|1\d)\b|failed(?::| with) -1(?:0[4-9]|1\d)\b)|lnet.{0,90}(?:timed out"
                 r"|error|failed)|(?:libceph|ceph).{0,60}(?:socket closed|connect error|timed? ?out"
                 r"|session lost|reconnect denied|\bhung\b|blocklisted|blacklisted|(?:osd|mon|mds)\S{0,6} down\b)",
             ),
@@ -249,11 +249,11 @@ NETWORK_RULES = (
                 r"connection (?:was )?(?:forcibly )?reset|reset by (?:remote )?peer|econnreset"
                 r"|errno[: ]*104\b|(?:connection|socket) (?:was )?closed (?:by|before)"
                 r"|closed by (?:remote )?peer|broken ?pipe|epipe\b|econnaborted|connection abort"
-                r"|connectionclosederror|remotedisconnected|(?:remote end|peer) (?:closed|disconnected)"
+                r"|connectionclosederror|remotedisconnected|(?:remote end|peer) (?:closed|disconnected)(?! gracefully)"
                 r"|socket closed|stream removed|unexpected eof\b(?!, expected \d)|connection lost"
                 # TensorPipe: the other end has closed
                 r"|\berror: eof \(this error originated"
-                r"|unexpectedly (?:closed|disconnected)|likely closed|recv,? got 0 bytes|serverdisconnected"
+                r"|unexpectedly closed|(?:peer|process|rank|worker|server) (?:has )?unexpectedly disconnected|likely closed|recv,? got 0 bytes|serverdisconnected"
                 r"|server shutdown or crash|(?:session|peer|endpoint) .{0,60}is not alive|connection broken (?:while|by|during)",
             ),
         ),
@@ -385,11 +385,11 @@ NETWORK_RULES = (
         (
             (
                 "collective-watchdog",
-                "nccl|watchdog|dump signal|inconsistency|flight recorder"
+                "nccl|watchdog|dump signal|signal dumping|inconsistency|flight recorder"
                 "|timeout signal|collective timeout",
                 r"exception \(either an error or timeout\)"
                 r"|nccl operations have failed or timed out|to avoid data inconsistency"
-                r"|dump signal (?:due to|from)|dump signal|nccl communicator was aborted"
+                r"|dump signal|to signal dumping|nccl communicator was aborted"
                 r"|last enqueued (?:nccl )?work|exception hit in nccl work|(?:global |a )timeout signal"
                 r"|(?:failure|exception) detected by watchdog|due to collective timeout",
             ),
@@ -460,7 +460,7 @@ NETWORK_RULES = (
                 r"|task|rank|process|step|gpu)s? \S{0,12} ?(?:is |seems? |appears? "
                 r"|has )?(?:to be )?(?:hung|hanging|stuck|stalled)\b|stuck for \d{1,9}"
                 r"|without making progress|no progress (?:for|in)|workers? (?:are )?stuck"
-                r"|\bstalled (?:ranks|ops):|\[missing ranks: \d|preparing to dump debug info",
+                r"|\bstalled (?:ranks|ops):|\[missing ranks: \d|(?:preparing|attempting) to dump debug info",
             ),
         ),
     ),
