@@ -21,6 +21,7 @@ from .rules.ignored import (
     QUOTE_RULES,
     IgnoreRule,
 )
+from .rules.kernel import KERNEL_RULES
 from .rules.network import NETWORK_RULES
 from .rules.node import NODE_RULES
 from .rules.rule import HARDWARE, KILLED, Rule
@@ -52,6 +53,7 @@ NOTHING = Verdict("", "")
 
 RULES: tuple[Rule, ...] = (
     *MACHINE_RULES,
+    *KERNEL_RULES,
     *NODE_RULES,
     *ENDED_RULES,
     *START_RULES,

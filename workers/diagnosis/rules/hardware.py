@@ -50,7 +50,7 @@ MACHINE_RULES = (
             ),
             (
                 "disk-error",
-                "i/o error|medium error|controller is down|reset controller|disable controller"
+                "i/o error|medium error|critical target|controller is down|reset controller|disable controller"
                 "|critical warning|smart self-check|smart health",
                 r"(?:blk_update_request|critical (?:medium|target)|buffer i/o error|print_req_error)"
                 r".{0,40}(?:error|dev)|i/o error, dev |log i/o error|i/o error while writing superblock"
@@ -79,7 +79,7 @@ MACHINE_RULES = (
                 "|kill task failed|not ending with signals|prolog|epilog|kubelet stopped|nodestatusunknown"
                 "|unhealthynode|node health|spot|set to down|marked down|reboot|system is |nhc|set to "
                 "|node has |node failed|dead or unavailable|nodediederror|setting node|kerneldeadlock"
-                "|scheduled event|host_maintenance",
+                "|scheduled event|host_maintenance| due to ",
                 r"node failure\b|due to node failure|node_fail\b|nodes? \S{1,80} not responding"
                 r"|\bnodenotready\b|node \S{1,80} (?:is |status is now: )?(?:notready|not ready)"
                 r"|\bnode (?:\S{1,80} )?is shutting down|\bnodeshutdown\b|imminent node shutdown|kubelet stopped posting"
@@ -101,6 +101,7 @@ MACHINE_RULES = (
                 r"|setting nodes? \S{1,80} state to (?:inval|drain|down|fail)|kubeletnotready"
                 r"|kerneldeadlock\s{1,8}true"
                 # clouds, about the machine
+                r"|\bnodes? \S{1,80} (?:now |is )?(?:drain(?:ed|ing)|down) due to"
                 r"|scheduled event (?:preempt|terminate|reboot|redeploy)|terminate_on_host_maintenance",
             ),
             (
@@ -149,7 +150,7 @@ MACHINE_RULES = (
             (
                 "ecc-host-memory",
                 "edac|memory failure:|hardware memory",
-                r"edac .{0,40}[1-9]\d{0,8} ue\b|memory failure: 0x|uncorrected hardware memory error",
+                r"edac (?:.{0,40}[1-9]\d{0,8}|mc\d{1,3}:) ue\b|memory failure: 0x|uncorrected hardware memory error",
             ),
             (
                 "cuda-ecc",
@@ -184,7 +185,7 @@ MACHINE_RULES = (
                 "fabric|multicast team|gpu handle|imex|xgmi|nvlink sharp",
                 r"aborting fabric manager|failed to find the gpu handle|multicast team request"
                 r"|fabric ?manager.{0,80}(?:\berror\b|failed|exited|not (?:running|active)|abort)"
-                r"|error in the fabric manager|fabric (?:state|health).{0,20}(?:fail|unhealthy)"
+                r"|error in the fabric manager|fabric manager .{0,120}doesn't match|fabric (?:state|health).{0,20}(?:fail|unhealthy)"
                 r"|fail\w{0,4} .{0,30}\bxgmi\b|bind\w{0,3} nvlink sharp|fabric (?:state|health) is not (?:healthy|completed)|imex.{0,60}(?:error|fail|degraded"
                 r"|unavailable|unhealthy)|\bxgmi\b.{0,60}(?:fatal|\berror\b(?!.{0,12}: ?0)|link (?:is )?down"
                 r"|failed)",
@@ -279,7 +280,7 @@ MACHINE_RULES = (
                 r"device ?\[\d{1,3}\] lost heartbeat|reason=\[?(?:the device is )?lost heartbeat"
                 r"|report device lost|\bel0001\b|device_absent|runtime result = 507010\b"
                 r"|habanalabs .{0,40}(?:heartbeat failed|going to (?:hard[- ])?reset|not operational"
-                r"|device is (?:dead|lost|unusable))|\bneuron\b.{0,40}reset failed|device is in lost state|\bnrt_exec_hw_err_\w",
+                r"|device is (?:dead|lost|unusable|in unusable state)|device cpu is stuck)|\bneuron\b.{0,40}reset failed|device is in lost state|\bnrt_exec_hw_err_\w",
             ),
             # the kernel module is not there, or finds no device
             (
@@ -379,11 +380,11 @@ MACHINE_RULES = (
             # queues that the scheduler of the GPU (MES, HWS) does not give back
             (
                 "amd-queue",
-                "queue|kfd|cp gfx|suspend process",
+                "queue|kfd|cp gfx|suspend process|hws hang",
                 r"fail\w{0,4} to (?:remove|evict|restore|resume|suspend|unmap|preempt|map|add) (?:\w{1,10} ){0,3}queues?\b"
                 r"|queues? preemption (?:time|fail|unsuccess)|unsuccessful queues? preemption"
                 r"|failed to (?:quiesce|suspend|resume|evict) (?:kfd|process pid)|freeing queue vital buffer"
-                r"|failed to halt cp gfx|hiq mqd's queue_doorbell",
+                r"|failed to halt cp gfx|\bhws hang|hiq mqd's queue_doorbell",
             ),
             # SMU and PSP: the GPU's power and security processors
             (
@@ -403,10 +404,11 @@ MACHINE_RULES = (
             ("amd-ras", "uncorrectable hardware error(errevent"),
             (
                 "driver-failed",
-                "nvrm:",
-                r"nvrm:(?!.{0,12}(?:nvassert|nvcheck|loading)).{0,160}(?:fail(?!over)|timed? ?out|fatal"
+                "nvrm",
+                r"nvrm:?(?!.{0,12}(?:nvassert|nvcheck|loading)).{0,160}(?:fail(?!over)|timed? ?out|fatal"
                 r"|bad state|cannot (?!map mem)|not responding|may need to be reset|is hung"
-                r"|critical error|no nvidia graphics|not called for)",
+                r"|critical error|no nvidia graphics|not called for|reported (?:an )?error|bad register read"
+                r"|assigned to your nvidia device is invalid|bar\d is 0m|installed in this system is)",
             ),
         ),
     ),

@@ -207,11 +207,11 @@ IGNORE_RULES = (
         r"|killing subprocess \d",
         depth_max=HARDWARE,
     ),
-    # a job that its scheduler preempts loses its nodes (taken-away)
+    # a job that its scheduler preempts loses its nodes (taken-away); a failed task is no plan
     _ignore(
         "planned-end",
         "cancelled|time limit|requeue",
-        r"cancelled at (?!.{0,60}(?:node failure|preemption))|due to (?:time limit|job requeue)"
+        r"cancelled at (?!.{0,60}(?:node failure|preemption|task failure))|due to (?:time limit|job requeue)"
         r"|(?:job|wall ?clock|wall|run) ?time limit",
     ),
     _ignore("task-terminated", "terminated", r"srun: error: .{0,60}: terminated\s*$"),
@@ -309,7 +309,7 @@ IGNORE_RULES = (
         "sample-skipped",
         "skipping|dropping",
         r"(?:^|[:\]] ?)(?:skipping|dropping) (?:\w{1,12} )?(?:batch|sample|file|shard|record|document"
-        r"|row|image|example)s?\b",
+        r"|row|image|example|config|tactic|kernel)s?\b",
         depth_max=FABRIC,
     ),
     # programs that a model has written and a task runs and scores

@@ -22,7 +22,7 @@ NETWORK_RULES = (
                 # after the name of an interface, or as the whole message of a driver
                 r"(?:\b(?:nic|hsn\d|cxi\d|eth\w{0,8}|ib\w{0,8}|en\w{1,16}|bond\w{0,8}|adapter"
                 r"|net\w{0,8}|port:? \d{1,3}|slave \S{1,20})\)?,? ?:?|[\w\])]:) (?:nic |port |physical )?link"
-                r" (?:is |status |has gone |went )?(?:definitely |is )?down\b(?! ?(?:events?|counts?)?\s?[:=])"
+                r" (?:is |becomes |status |has gone |went )?(?:definitely |is )?down\b(?! ?(?:events?|counts?)?\s?[:=])"
                 r"|nic link is down|\bsm port is down"
                 r"|link status (?:definitely )?down|lost carrier|carrier (?:lost|is off|down)|link flap"
                 r"|link[_ ](?:error[_ ]recovery|downed)\w{0,10}.{0,20}(?:counter(?!.{0,4}\b0)|incre|rose|grew"
@@ -91,7 +91,7 @@ NETWORK_RULES = (
                 r"\b(?:ud|rc|dc|ib|tcp|ucp|uct|pml_ucx|osc_ucx|mm|rdmacm|wireup|flush|rndv|sockcm"
                 r"|cm|srd|efa|gga)\w{0,24}\.c:\d{1,5}\s{1,6}(?:ucx\s{1,3})?(?:fatal|error)\b"
                 r"|\b(?:local|remote|memory|bad|transport|receive|rnr)[\w -]{0,40} on \w{2,16}:\d{1,2}"
-                r"/(?:ib|roce)\b",
+                r"/(?:ib|roce)\b|\bib_mlx5_log\.c:\d{1,5}\s{1,6}(?:rc|dci?|ud)\S{0,4} qp 0x\w{1,10} wqe",
             ),
             # mlx5's kernel driver: "QP 51291 error: local length error (0x8e 0x0 0x0)"
             ("qp-error", " error: ", r"\bqp \d{1,9} error: \w"),
@@ -100,11 +100,13 @@ NETWORK_RULES = (
             # Open MPI's TCP and InfiniBand layers
             (
                 "mpi-transport",
-                "btl_|oob_|tcp_peer|tcp connect|openfabrics|mpi tcp|pml add procs",
+                "btl_|oob_|tcp_peer|tcp connect|openfabrics|mpi tcp|pml add procs|pmix|prte |orte_|opal ",
                 r"\bbtl_(?:tcp|openib|ofi|usnic)\w{0,20}\b.{0,120}(?:fail|error|refus|timed out|reset)"
                 r"|failed to tcp connect to a peer|\btcp_peer_\w{2,24}: .{0,60}fail"
                 r"|inbound mpi tcp connection request|pml add procs failed"
-                r"|openfabrics .{0,40}failed to (?:initialize|create)",
+                r"|openfabrics .{0,40}failed to (?:initialize|create)"
+                r"|\b(?:(?:pmix|prte|opal) error|orte_error_log): (?:unreach|lost[-_ ]conn|timeout)"
+                r"|\bpmix_err_(?:unreach|lost_connection|comm_failure)",
             ),
             # IP over InfiniBand
             (
@@ -120,10 +122,11 @@ NETWORK_RULES = (
             # the memory that processes share across nodes: its connections, not its heap
             (
                 "shmem-transport",
-                "shmem|ibgda|ibrc|transport|init.cu|null value",
+                "shmem|ibgda|ibrc|transport|init.cu|null value|bootstrap_",
                 r"(?:nvshmem|rocshmem|\bibgda|\bibrc).{0,160}(?:fail(?!ed, continuing)|unable|non-zero"
                 r" status: -?[1-9]|\berror\b)|(?:ibgda|ibrc|transport|init)\w{0,12}\.(?:cpp|cu|cc):\d{1,6}"
-                r": (?:non-zero status: -?[1-9]|null value)|init failed for (?:remote )?transport",
+                r": (?:non-zero status: -?[1-9]|null value)|init failed for (?:remote )?transport"
+                r"|\bbootstrap_\w{2,12}\.c\w{0,2}:.{0,80}(?:truncated|fail|\berror\b|unable|null value|non-zero)",
             ),
             (
                 "ib-async-event",
@@ -225,7 +228,7 @@ NETWORK_RULES = (
                 "not responding|unresponsive client|lustre|lnet|ptlrpc|nfs|ceph|gpfs|endpoint shutdown",
                 r"nfs: server \S{1,80} not responding|cannot send after transport endpoint"
                 r"|evict\w{0,3} unresponsive client|lustre.{0,160}(?:was lost|timed out|network error"
-                r"|(?<!\b0 were )evicted|rc = -1(?:0[4-9]|1\d)\b|failed: -1(?:0[4-9]|1\d)\b)|lnet.{0,90}(?:timed out"
+                r"|(?<!\b0 were )evicted|rc = -1(?:0[4-9]|1\d)\b|failed(?::| with) -1(?:0[4-9]|1\d)\b)|lnet.{0,90}(?:timed out"
                 r"|error|failed)|(?:libceph|ceph).{0,60}(?:socket closed|connect error|timed? ?out"
                 r"|session lost|reconnect denied|\bhung\b|blocklisted|blacklisted|(?:osd|mon|mds)\S{0,6} down\b)",
             ),
@@ -246,11 +249,11 @@ NETWORK_RULES = (
                 r"connection (?:was )?(?:forcibly )?reset|reset by (?:remote )?peer|econnreset"
                 r"|errno[: ]*104\b|(?:connection|socket) (?:was )?closed (?:by|before)"
                 r"|closed by (?:remote )?peer|broken ?pipe|epipe\b|econnaborted|connection abort"
-                r"|connectionclosederror|remotedisconnected|(?:remote end|peer) (?:closed|disconnected)"
+                r"|connectionclosederror|remotedisconnected|(?:remote end|peer) (?:closed|disconnected)(?! gracefully)"
                 r"|socket closed|stream removed|unexpected eof\b(?!, expected \d)|connection lost"
                 # TensorPipe: the other end has closed
                 r"|\berror: eof \(this error originated"
-                r"|unexpectedly closed|likely closed|recv,? got 0 bytes|serverdisconnected"
+                r"|unexpectedly closed|(?:peer|process|rank|worker|server) (?:has )?unexpectedly disconnected|likely closed|recv,? got 0 bytes|serverdisconnected"
                 r"|server shutdown or crash|(?:session|peer|endpoint) .{0,60}is not alive|connection broken (?:while|by|during)",
             ),
         ),
@@ -275,7 +278,7 @@ NETWORK_RULES = (
         (
             (
                 "collective-timeout",
-                "tim|ei0002",
+                "tim|ei0002|monitoredbarrier",
                 # Ascend waits for its stream, which waits for the others
                 r"reason=\[?stream sync timeout|stream synchronize timeout|collective operation timeout|timeout at (?:collective|nccl work)"
                 r"|\bei0002\b|notify register times? out|hccl.{0,80}(?:times? out|timed out|timeout(?!\s?[=:]"
@@ -339,7 +342,7 @@ NETWORK_RULES = (
             (
                 "gloo",
                 "gloo|connectfullmesh",
-                r"connectfullmesh|gloo/transport|\bgloo\b.{0,60}(?:fail|error)",
+                r"connectfullmesh|\bgloo::(?:\w{0,8}exception|enforcenotmet)|gloo/transport|\bgloo\b.{0,60}(?:fail|error)",
             ),
             (
                 "http",
@@ -382,16 +385,45 @@ NETWORK_RULES = (
         (
             (
                 "collective-watchdog",
-                "nccl|watchdog|dump signal|inconsistency|flight recorder"
+                "nccl|watchdog|dump signal|signal dumping|inconsistency|flight recorder"
                 "|timeout signal|collective timeout",
                 r"exception \(either an error or timeout\)"
                 r"|nccl operations have failed or timed out|to avoid data inconsistency"
-                r"|dump signal (?:due to|from)|dump signal|nccl communicator was aborted"
+                r"|dump signal|to signal dumping|nccl communicator was aborted"
                 r"|last enqueued (?:nccl )?work|exception hit in nccl work|(?:global |a )timeout signal"
                 r"|(?:failure|exception) detected by watchdog|due to collective timeout",
             ),
         ),
         second_hand=True,
+    ),
+    # where torch's library raised it: the head of a C++ backtrace (torch/csrc/distributed/c10d)
+    *rules(
+        statuses.NCCL_TIMEOUT,
+        CARRIER,
+        (
+            (
+                "c10d-timeout-raised",
+                "exception raised from",
+                r"exception raised from (?:checktimeout|checkandsetexception|ncclcommwatchdog\w{0,12}"
+                r"|watchdoghandler|runloop|heartbeatmonitor) at \S{1,200}processgroup",
+            ),
+        ),
+        second_hand=True,
+    ),
+    *rules(
+        statuses.OTHER_NETWORK,
+        CARRIER,
+        (
+            (
+                "c10d-raised",
+                "exception raised from",
+                r"exception raised from (?:recv|send|checkfornccl|throwtimeout|dowait|wait|try|connect"
+                r"|handleconn|broadcastuniquenccl|getncclcomm|query|ping|check|get|set|add)\w{0,30}"
+                r" at \S{1,200}/c10d/(?:utils|socket|tcpstore|processgroup|nccl|store)",
+            ),
+        ),
+        second_hand=True,
+        can_pass=True,
     ),
     *rules(
         statuses.CONNECTION_RESET,
@@ -399,12 +431,14 @@ NETWORK_RULES = (
         (
             (
                 "remote-exited",
-                "remote|prematurely|another task|fatal errors|leader|coordinator|heartbeats|raylet",
+                "remote|prematurely|another task|fatal errors|leader|coordinator|heartbeats|raylet"
+                "|exception on one of the ranks|coordination service",
                 r"remote process (?:has )?exit|ncclremoteerror|remote error\b|exiting prematurely"
                 # JAX's coordination service; Ray, whose daemon on the node has closed the socket
                 r"|tasks are unhealthy \(stopped sending heartbeats|rayletclient\].{0,60}connection closed"
                 r"|another task died|remote task has failed|distributed service detected fatal errors"
-                r"|(?:leader|coordinator) (?:task )?(?:was preempted|died)",
+                r"|(?:leader|coordinator) (?:task )?(?:was preempted|died)|caused by an exception on one of the ranks"
+                r"|coordination service (?:agent )?.{0,40}(?:\bfailed\b|unavailable|is in error)",
             ),
         ),
         second_hand=True,
@@ -426,7 +460,7 @@ NETWORK_RULES = (
                 r"|task|rank|process|step|gpu)s? \S{0,12} ?(?:is |seems? |appears? "
                 r"|has )?(?:to be )?(?:hung|hanging|stuck|stalled)\b|stuck for \d{1,9}"
                 r"|without making progress|no progress (?:for|in)|workers? (?:are )?stuck"
-                r"|\bstalled (?:ranks|ops):|\[missing ranks: \d|preparing to dump debug info",
+                r"|\bstalled (?:ranks|ops):|\[missing ranks: \d|(?:preparing|attempting) to dump debug info",
             ),
         ),
     ),

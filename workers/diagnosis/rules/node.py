@@ -55,6 +55,7 @@ _CLOUD_EVENTS = _one_of(
     "interruption triggered termination",
     "instance(?:unhealthy|terminating|stopping)",
     r"\binstance\b.{0,80}scheduled for (?:retirement|termination|decommission)",
+    r"\binstance\b.{0,60} failed (?:\w{1,12} )?status checks?\b",
     "degradation of the underlying hardware",
     r"\b(?:instance|node|vm|machine|host)\b.{0,80}due to hardware (?:error|failure)",
 )
@@ -254,7 +255,11 @@ NODE_RULES = (
                 r"fail\b",
             ),
             # drm_dev_wedged_event: "needs recovery", or "but recovered through reset"
-            ("device-wedged", "wedged", r"device wedged, needs recovery|declaring device wedged"),
+            (
+                "device-wedged",
+                "wedged",
+                r"device wedged, needs recovery|declaring device wedged|declared device \S{1,20} as wedged",
+            ),
             (
                 "tpu-unhealthy",
                 "tpu",

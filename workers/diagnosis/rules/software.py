@@ -11,7 +11,7 @@ _EXCEPTION = (
     r"(?:Error|Exception|Failure|Exit|NotFound|Expired|Exhausted|Mismatch|Invalid)(?::|\(|\s*$)"
     # any class of a module of exceptions: torch._dynamo.exc.Unsupported, triton's OutOfResources
     r"|(?:[a-z_]\w{0,40}\.){1,6}_?(?:exc|errors?|exceptions?)\.[A-Z]\w{3,60}(?::|\(|\s*$))"
-    r"|^(?:\[rank\d{1,6}\]: ?)?(?:(?:zlib|struct|binascii|socket|select)\.error: |queue\.(?:Empty|Full)\s*$"
+    r"|^(?:\[rank\d{1,6}\]: ?)?(?:Exception: (?!ignored|[Nn]one)\S|(?:zlib|struct|binascii|socket|select)\.error: |queue\.(?:Empty|Full)\s*$"
     r"|Stop(?:Async)?Iteration\s*$)"
 )
 
@@ -124,7 +124,7 @@ PROCESS_RULES = (
             (
                 "filesystem-damaged",
                 "ext4-fs error|xfs|btrfs|structure needs|beyond end of device|corrupt",
-                r"ext[234]-fs error|xfs.{0,60}(?:corruption|shut(?:ting)? ?down|metadata|internal error"
+                r"ext[234]-fs error|xfs.{0,60}(?:corruption|shut(?:ting)? ?down|metadata (?:i/o|corrupt)|internal error"
                 r"|error -?\d)|btrfs.{0,30}(?:error|critical)|structure needs cleaning"
                 r"|access beyond end of device",
             ),
@@ -147,8 +147,8 @@ PROCESS_RULES = (
                 "container-start",
                 "oci runtime|shim task|containerd task|runc |pyxis|enroot|spank|nvidia-container-cli"
                 "|hooks.d|cdi|podsandbox|pod sandbox|task launch|launch failed|error response from"
-                "|start container|select device driver|admissionerror|allocate failed due to",
-                r"oci runtime (?:create|exec|start) failed|failed to create (?:shim|containerd) task"
+                "|fatal:   |start container|select device driver|admissionerror|allocate failed due to",
+                r"^fatal: {3}\S|oci runtime (?:create|exec|start) failed|failed to create (?:shim|containerd) task"
                 r"|failed to (?:start|create) container|runc (?:create|run) failed"
                 r"|\bpyxis: .{0,80}(?:fail|couldn't|\berror\b|cannot|denied)|\benroot\S{0,12}:? .{0,60}"
                 r"(?:fail|\berror\b)|spank\w{0,8}[: ].{0,80}fail|spank plugin stack|hooks\.d/\S{1,40} exited"
@@ -185,9 +185,9 @@ PROCESS_RULES = (
             # "ptxas fatal   : Value 'sm_120' is not defined", and the same of nvcc and nvlink
             (
                 "compiler",
-                "ptxas|nvcc|nvlink|fatbinary|cicc|hipcc|collect2|ninja: build",
+                "ptxas|nvcc|nvlink|fatbinary|cicc|hipcc|collect2|ninja: build|fatal error: |failed: ",
                 r"\b(?:ptxas|nvcc|nvlink|fatbinary|cicc|hipcc)\b.{0,200}\b(?:fatal|error) {0,4}:"
-                r"|collect2: error|ninja: build stopped",
+                r"|collect2: error|ninja: build stopped|\bfatal error: \S{1,100}: no such file|^failed: \S{1,200}\.s?o\b",
             ),
             # Ascend's codes: a letter for the layer, and the number; EI are the collectives'
             (
@@ -221,6 +221,53 @@ PROCESS_RULES = (
             ),
         ),
     ),
+    # CUDA's and ROCm's libraries by a status or a text alone; rules/hardware.py has the statuses by name.
+    # At this depth a library that is left for another is harmless.
+    *rules(
+        statuses.CUDA_ERRORS,
+        RAISED,
+        (
+            (
+                "gpu-library",
+                "cublas|cudnn|cufft|cusparse|cusolver|curand|cutlass|cutensor|nvrtc|nvjitlink|hipblas"
+                "|hipfft|hipsparse|hiprand|rocblas|miopen|rccl_status|nvml",
+                r"\b(?:cu(?:blas|dnn|fft|sparse|solver|rand|tensor)|nvrtc|nvjitlink|hip(?:blas|fft|sparse|rand)"
+                r"|rocblas|miopen)\w{0,40}\b(?:\(.{0,60}\))?[^,;]{0,24}(?:(?<!tests )\bfailed\b(?! to (?:load|find|open|import)| (?:tests?|count|cases?)|\s?[:=]\s?0)"
+                r"|ran into an error|\berror:? (?:code |status )?[1-9]\d{0,3}\b(?!\.)|\breturned (?:status |error )?[1-9])"
+                r"|\b(?:cublas|cudnn|cufft|cusparse|cusolver|hipblas)(?:lt)? ?status\W{1,3}[1-9]"
+                r"|\bcutlass (?:cannot|failed)|\bnvmlerror_(?!notsupported)\w|\bnvml_error_(?!not_supported)\w"
+                r"|\bnvml[a-z]\w{4,40}(?:\(.{0,60}\))? failed",
+            ),
+            (
+                "cuda-driver-call",
+                "culaunch|cumodule|cumem|cuctx|custream|cuevent|cudevice|cufunc|cutensormap|cuinit|cuget"
+                "|curesult|kernel launch failed|hip",
+                r"\bcu(?:launch|module|mem|ctx|stream|event|device|func|tensormap|init|get)[a-z0-9_]{0,40}"
+                r"(?:\(.{0,60}\))? (?:failed|returned (?:error |cuda_)?[1-9])|\bcuresult\W{1,3}[1-9]"
+                r"|\bkernel launch failed\b(?! count)"
+                r"|\bhip(?:graph|module|launch|mem|malloc|stream|event|device)[a-z]{0,30}(?:\(.{0,60}\))? failed\b",
+            ),
+            # cudaGetErrorString's texts
+            (
+                "cuda-told",
+                "gpuassert: |no kernel image is available|too many resources requested for launch|invalid device ordinal"
+                "|device kernel image is invalid|an illegal instruction was encountered|hardware stack error"
+                "|launch timed out and was terminated|invalid device function",
+                r"^(?!.{0,400}(?:skipping|invalid device ordinal -?\d))",
+            ),
+            ("c10-cuda-raised", "exception raised from c10_cuda_check"),
+            ("tensorrt", "error code", r"\berror code \d{1,2}: (?:cuda|cublas|cudnn|myelin)"),
+        ),
+    ),
+    *rules(
+        statuses.OTHER_SOFTWARE,
+        RAISED,
+        (
+            # DeepSpeed's ZeRO-3, when the ranks' modules run in another order than traced
+            ("zero-trace", "in the parameter fetch queue to be"),
+            ("torch-assert", "internal assert failed"),
+        ),
+    ),
     Rule(
         statuses.OTHER_SOFTWARE,
         "exception",
@@ -247,12 +294,14 @@ PROCESS_RULES = (
         (
             (
                 "signal",
-                "signal|sig|killed|code=dumped|aborted|core dumped|dumped core|code 1|exitcode|terminate called"
+                "signal|sig|fatal python|failing at address|killed|code=dumped|aborted|core dumped|dumped core|code 1|exitcode|terminate called"
                 "|wterm",
                 r"exit ?code\s{0,3}:?\s{0,3}-\d|exit (?:code|status):? (?:13[4-9]|14[0-3])\b|(?:killed"
                 r"|terminated|died|interrupted|exited|ended)\W{0,3}.{0,30}(?:by|with"
                 r"|on) .{0,12}sig(?:nal)?|signal:? (?:[469]|11|7)\b|\bsig(?:kill|abrt|quit|hup|xcpu)\b"
                 r"|code=(?:killed|dumped)|wtermsig [1-9]|core dumped|dumped core|fatal python error|terminate called"
+                # Open MPI of a crashed rank
+                r"|process received signal|\] signal code: \w|failing at address: 0x"
                 # a shell and srun print the word alone, after a colon or a process's number
                 r"|(?:^|[:\]>] ?)\s{0,20}(?:\d{1,9} )?killed\s{0,4}(?:$|\.|[:(] ?[\w(])|\d {1,8}killed {2,}\S"
                 r"|\bkilled (?:as a result|process \d)|(?:^|[:\]>)] ?|\*{3} |\d )\s{0,20}aborted\b\s{0,4}"
@@ -264,7 +313,33 @@ PROCESS_RULES = (
                 "exit|returned non-zero|non-zero status|return code",
                 r"exit ?code\s{0,3}:?\s{0,8}[1-9]\d{0,2}\b|exited with (?:exit )?(?:code|status) ?[1-9]"
                 r"|exit status:? [1-9]|exited with [1-9]|return ?code ?[:=]? ?-?[1-9]"
-                r"|non-?zero (?:exit )?(?:status|code)|exited unexpectedly|exit code:? [1-9]",
+                r"|non-?zero (?:exit )?(?:status|code)|exit code:? [1-9]",
+            ),
+            # multiprocessing, Lightning, Ray, vLLM, systemd about a process of theirs
+            (
+                "process-ended",
+                "terminated with|unexpectedly|abnormally|prematurely|abruptly|process-|code=exited|fatal error"
+                "|exited",
+                r"-- process \d{1,6} terminated with|\bterminated with (?:exit )?(?:code|status):? -?[1-9]"
+                r"|\b(?:exited|terminated|ended|stopped|quit) (?:unexpectedly|abnormally|prematurely|abruptly)"
+                r"|^\W{0,4}process \w{0,20}process-[\d:]{1,12}:\s*$|code=exited, status=[1-9]"
+                r"|\bencountered a fatal error|first task exited \d",
+            ),
+            # launchers, schedulers and trainers about the job
+            (
+                "job-failed",
+                "failed|crashed|task failure|errored|mpi|bad termination|srun: fatal|make: |make[|exception in thread"
+                "|hit an exception|backoff limit",
+                r"^(?:.{0,200}[\]:>*)] ?)?(?:the )?(?:job|training|run|experiment|pipeline|task|trial|workflow)"
+                r" (?:job |run |process |loop |'\S{1,80}' |has ){0,2}(?:failed|crashed)(?:\s*$|[.!:,](?! ?0)| with"
+                r" (?:an )?(?:exception|error)| due to)|job has reached the specified backoff limit"
+                r"|\btrial task failed|\btrial \S{1,60} errored|due to task failure"
+                r"|\bengine ?core\w{0,8} (?:initialization failed|failed to start)|engine core initialization failed"
+                r"|called mpi_abort\(|bad termination of one of your|\bfatal error in (?:p?mpi_|internal_)\w"
+                r"|root cause \(first observed failure\)|\bsrun: fatal: "
+                r"|\bmake(?:\[\d\])?: \*{3} .{1,200}(?:error [1-9]|stop\.)"
+                r"|exception in thread (?:\"|thread-\d|\S{1,60}:\s*$)|\bhit an exception\b(?! handler)"
+                r"|\b(?:finished|ended|failed) with status:? failed\b|\bjobstate=failed\b",
             ),
             (
                 "worker-dead",

@@ -51,8 +51,8 @@ START_RULES = (
                 "launcher",
                 "slots available|reliably start|was unable to|executable file|mpi_init|orte_init"
                 "|prte_init|no executable|already filled|submission failed|unable to allocate"
-                "|unable to create step|unable to create job",
-                r"not enough slots available in the system|(?:orte|prte|mpi\w{2,4}|prterun|orterun|open mpi) was unable to (?:reliably start|launch"
+                "|unable to create step|unable to create job|raylet",
+                r"not enough slots available in the system|failed to (?:register worker to|launch local) raylet|(?:orte|prte|mpi\w{2,4}|prterun|orterun|open mpi) was unable to (?:reliably start|launch"
                 r"|start|find the specified executable)|unable to find the specified executable"
                 r"|it looks like \w{3,8}_init failed|no executable was specified|all nodes which are"
                 r" allocated for this job are already filled|batch job submission failed|(?:srun"
@@ -69,6 +69,22 @@ START_RULES = (
                 r" (?:option|argument|parameter)|invalid value for|no such command|got unexpected extra)"
                 r"|flags parsing error|unknown command[- ]line flag|\bunrecognized option\b"
                 r"|(?:^|\s)\S{1,80}: (?:unknown|invalid|illegal) option\b|could not override '",
+            ),
+            # Hydra and OmegaConf, about a configuration or a class that it names
+            (
+                "hydra",
+                "error executing job|error locating target|error in call to target|error merging"
+                "|error instantiating|error parsing override|primary config|is not in struct",
+                r"\berror (?:executing job with overrides: |locating target '|in call to target|merging override"
+                r"|instantiating|parsing override)|primary config \w{4,10} not found|key '\S{1,80}' is not in"
+                r" struct",
+            ),
+            # the runtimes below Open MPI; that they do not reach each other is mpi-transport
+            (
+                "mpi-runtime",
+                "orte_error_log|prte error|opal error|fatal error in |error occurred in mpi",
+                r"\b(?:orte_error_log|prte error|opal error): (?!unreach|lost|timeout)\w"
+                r"|\bfatal error in p?mpi_init|\*{3} an error occurred in p?mpi_",
             ),
             (
                 "sandbox-runtime",
