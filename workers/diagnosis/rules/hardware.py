@@ -27,7 +27,7 @@ MACHINE_RULES = (
             (
                 "machine-check",
                 "machine check|hardware error]|mce broadcast",
-                r"cpus not responding to mce broadcast|machine check exception|fatal machine check|hardware error\]: .{0,40}uncorrected"
+                r"cpus not responding to mce broadcast|machine check exception|fatal machine check|machine check: \d{1,3} bank \d{1,3}: [abef][0-9a-f]{15}\b|hardware error\]: .{0,40}uncorrected"
                 r"|event severity: fatal",
             ),
             (

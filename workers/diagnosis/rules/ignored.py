@@ -257,7 +257,7 @@ IGNORE_RULES = (
         "boot",
         "systemd|acpi|spi-nor|nmi watchdog|dmar:|audit:|pci |edac|io scheduler|i2c|usb ",
         r"systemd(?:\[|-generators|-journald|-fstab|-modules|-udevd)(?!.{0,200}(?:oom|killed"
-        r"|carrier|nvidia|fabric|mount|imex))|acpi (?:error|warning|bios)|spi-nor"
+        r"|carrier|nvidia|fabric|mount|imex|read-only))|acpi (?:error|warning|bios)|spi-nor"
         r"|nmi watchdog: enabled"
         r"|audit: |dmar: (?:iommu|host|drhd base|rmrr|atsr|intel)|\busb \d|i2c i2c"
         r"|edac .{0,30}\b(?:no |ver\b|giving)",
@@ -328,7 +328,7 @@ IGNORE_RULES = (
     _ignore(
         "setting",
         "true|false|none|null",
-        r"^[\w\s.'\"-]{1,100}[:=.] ?(?:true|false|none|null)\b,?\s*(?:#.{0,400})?$",
+        r"^(?!(?:[a-z_]\w*\.)*[a-z_]\w{0,40}(?:error|exception): )[\w\s.'\"-]{1,100}[:=.] ?(?:true|false|none|null)\b,?\s*(?:#.{0,400})?$",
         depth_max=HARDWARE,
     ),
     # torch tries localhost by IPv6 first, then by IPv4

@@ -38,7 +38,8 @@ KERNEL_RULES = rules(
             "xfs|ext|jbd2|btrfs|i/o failure|lost page write",
             r"\bxfs \([^)]{1,40}\): .{0,80}(?:has been shut down|log error|metadata i/o error"
             r"|xfs_log_force: error|writeback error|failing async write|please u\w{1,2}ount)"
-            r"|\bext[234]-fs\b.{0,200}(?:i/o error|potential data loss|block allocation failed)"
+            r"|\bext[234]-fs\b.{0,200}(?:i/o error|potential data loss|block allocation failed"
+            r"|(?:cannot|unable to) read (?:block|inode|itable))"
             r"|\bjbd2: .{0,80}(?:\bi/?o errors?\b|error -\d)"
             r"|\bbtrfs\b.{0,200}io failure|lost page write due to i/?o error|uncorrectable i/o failure"
             r"|\bbtrfs\W{1,2} ?error\b.{0,100}errs: wr (?!0, rd 0, flush 0, corrupt 0)",

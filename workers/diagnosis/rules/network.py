@@ -100,12 +100,13 @@ NETWORK_RULES = (
             # Open MPI's TCP and InfiniBand layers
             (
                 "mpi-transport",
-                "btl_|oob_|tcp_peer|tcp connect|openfabrics|mpi tcp|pml add procs|pmix|prte |orte_|opal ",
+                "btl_|oob_|tcp_peer|tcp connect|openfabrics|mpi tcp|pml add procs|pmix|prte |orte |orte_|opal ",
                 r"\bbtl_(?:tcp|openib|ofi|usnic)\w{0,20}\b.{0,120}(?:fail|error|refus|timed out|reset)"
                 r"|failed to tcp connect to a peer|\btcp_peer_\w{2,24}: .{0,60}fail"
                 r"|inbound mpi tcp connection request|pml add procs failed"
                 r"|openfabrics .{0,40}failed to (?:initialize|create)"
                 r"|\b(?:(?:pmix|prte|opal) error|orte_error_log): (?:unreach|lost[-_ ]conn|timeout)"
+                r"|(?:orte|prte) does not know how to route a message"
                 r"|\bpmix_err_(?:unreach|lost_connection|comm_failure)",
             ),
             # IP over InfiniBand
@@ -301,7 +302,7 @@ NETWORK_RULES = (
             (
                 "kv-transfer",
                 "nixl|gennotif|xferreq|loadremotemd|mooncake|kvtransfer|kv chunk|kvcache"
-                "|transfer_fail|rpc_fail|transfer_|worker_pool|rdma_|uccl|kvpoll",
+                "|transfer_fail|transfer failed for|rpc_fail|transfer_|worker_pool|rdma_|uccl|kvpoll",
                 r"\bnixl_err_(?:backend|remote_disconnect|unknown|canceled)\b"
                 r"|\bnixl(?:backend|remotedisconnect|unknown|canceled)error\b"
                 r"|\bnixl\b.{0,60}(?:transfer|handshake|notif)\w{0,12} .{0,30}(?:fail|error)"
@@ -312,7 +313,8 @@ NETWORK_RULES = (
                 r"|\b(?:transfer|rpc)_fail\b|(?:transfer_\w{1,20}|worker_pool|rdma_\w{1,16}"
                 r"|multi_transport|tcp_transport)\.(?:cpp|h):\d{1,5}\].{0,80}(?:fail(?:ed|ure)?\b|\berror\b"
                 r"|timed out|timeout (?:waiting|after|exceeded|expired))|mooncake.{0,40}(?:fail(?:ed|ure)\b|\berror: )"
-                r"|\buccl\b.{0,60}(?:fail\w{0,4} to|\berror: |unable to)",
+                r"|\buccl\b.{0,60}(?:fail\w{0,4} to|\berror: |unable to)"
+                r"|\bclient\.cpp:\d{1,5}\] transfer(?: failed for|_incomplete)",
             ),
             (
                 "connect-timeout",
@@ -325,12 +327,18 @@ NETWORK_RULES = (
                 r"|fail\w{0,4} to complete transfers?\b|connect call failed|cannot connect|connection attempt failed|connection error"
                 r"|connecterror|timed out.{0,20}connect|connecting to .{0,80}(?:timed out|fail)",
             ),
+            # torchcomms and CTran
+            (
+                "comm-aborted",
+                "comm aborted|commremoteerror|commtimeout|comminternalerror|commsystemerror",
+                r"\bcomm aborted\b|\bcomm(?:remote|internal|system)error\b|\bcommtimeout\b",
+            ),
             (
                 "store-timeout",
                 "store|timed out|wait timeout|socket timeout",
                 r"distst?ore\w{0,8}error|store.{0,40}(?:timed? ?out|timeout)"
                 r"|timed out after \d.{0,40}waiting|timed out waiting for (?:clients|workers|rank|key"
-                r"|other)|socket timeout|wait timeout after|barrier.{0,40}timed out",
+                r"|other)|socket timeout|wait timeout(?: after|\s*$)|barrier.{0,40}timed out",
             ),
             (
                 "rendezvous",

@@ -74,6 +74,7 @@ _TAKEN_AWAY = _one_of(
     r"cancelled at .{0,60}due to preemption",
     r"low (?:realmemory|socket\*core)",
     "batch job complete failure",
+    r"\bnode \S{1,80} is unresponsive as of",
 )
 # What stands for a bad node until somebody repairs it: node-problem-detector (permanent conditions),
 # NVSentinel, AWS's node monitoring agent.
@@ -115,7 +116,7 @@ NODE_RULES = (
             (
                 "filesystem-lost",
                 "journal|shutting down filesystem|force_shutdown|remounting|forced readonly",
-                r"\baborting journal on device|\bdetected aborted journal|journal has aborted"
+                r"\bsystemd-journald\[\d{1,7}\]: .{0,200}read-only file system|\baborting journal on device|\bdetected aborted journal|journal has aborted"
                 r"|detected when updating journal superblock|\bxfs\b.{0,200}shutting down filesystem"
                 r"|xfs_do_force_shutdown|(?:ext[234]|xfs|btrfs|jbd2)\b.{0,60}"
                 r"(?:remounting filesystem read-only|forced readonly)",
@@ -129,7 +130,7 @@ NODE_RULES = (
             (
                 "taken-away",
                 "preempt|evict|marking for deletion|failed node|deleting node|taintmanager"
-                "|low realmemory|low socket|batch job complete",
+                "|low realmemory|low socket|batch job complete|unresponsive as of",
                 _TAKEN_AWAY,
             ),
             (

@@ -135,8 +135,9 @@ PROCESS_RULES = (
             ),
             (
                 "checkpoint-io",
-                "pytorchstream|inline_container|checkpoint|safetensor|unexpected eof",
-                r"pytorchstreamreader failed|enforce fail at inline_container"
+                "pytorchstream|inline_container|checkpoint|safetensor|unexpected eof|state_dict|copying a param",
+                r"(?:missing|unexpected) key\(s\) in state_dict|size mismatch for \S{1,200}: copying a param"
+                r"|pytorchstreamreader failed|enforce fail at inline_container"
                 r"|unexpected eof, expected \d{1,18} more bytes"
                 r"|(?:corrupt\w{0,4}|invalid|incomplete|truncated) (?:\S{1,20} )?checkpoint"
                 r"|checkpoint .{0,60}(?:corrupt|incomplete|truncated)|failed to (?:load|read)"
