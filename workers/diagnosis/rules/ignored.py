@@ -60,6 +60,8 @@ QUOTE_RULES = (
         r"^\s{0,8}(?:✔|✓|✅|\[ ?(?:ok|pass(?:ed)?) ?\]|pass(?:ed)?\b(?! ?[:=])|ok \d)"
         r"|::\S{1,300} passed\b|\.\.\. ?ok\s*$",
     ),
+    # TensorFlow's allocator, when it asks for more than it needs
+    _ignore("not-a-failure", "this is not a failure"),
     # what people and models write to each other: samples of a task
     _ignore(
         "dialogue",
