@@ -46,13 +46,13 @@ WITH_PROGRAMS = [
     for name in ("data_loader", "known_versions", "megatron_wheels", "resharding")
 ]
 WITH_OTHERS = [f"{RANKS}/test_{name}.py" for name in ("checkpoint", "experts", "gpu_check")]
-HOSTS = "tests/hosts/test_hosts.py"
-"""Tests of ranks and hosts in another lane, so that no lane is much longer than the rest."""
+HOSTS, HOUSE = "tests/hosts/test_hosts.py", "tests/house"
+"""Tests in the lane of others, so that no lane is much longer than the rest."""
 BROWSER = "tests/browser"
 OF_RANKS = [f"{RANKS}/{file.name}" for file in sorted((ROOT / RANKS).glob("test_*.py"))]
 PROGRAMS = ["tests/cli", "tests/workers/agent"]
 LANES = {
-    "clusters": ["tests/cluster", HOSTS],
+    "clusters": ["tests/cluster", HOSTS, HOUSE],
     "ranks": [RANKS, *(f"--ignore={file}" for file in (*WITH_PROGRAMS, *WITH_OTHERS))],
     "programs": [*PROGRAMS, "tests/hosts", f"--ignore={HOSTS}", *WITH_PROGRAMS],
     "others": [
@@ -62,6 +62,7 @@ LANES = {
             for path in (
                 "tests/cluster",
                 "tests/hosts",
+                HOUSE,
                 BROWSER,
                 *PROGRAMS,
                 *(file for file in OF_RANKS if file not in WITH_OTHERS),
