@@ -1,5 +1,7 @@
 """The severity of error statuses, and how each is handled (our reading of the paper's table)."""
 
+import re
+
 from ...events.records import statuses as s
 from ...events.records.reports import RankExited
 from ...events.records.types import Severity
@@ -136,6 +138,10 @@ def network_status(error: str) -> str:
     return s.OTHER_NETWORK
 
 
+_LOGGED = re.compile(r"\W?\d{4}-\d\d-\d\d|\[?(?:info|debug)\b|{", re.IGNORECASE)
+"""How a line of a log begins: what a program logs is not why it ends."""
+
+
 def exit_in_words(body: RankExited) -> str:
     """How a process ended, with its cause: `exit code 1: KeyError: 'rate'`, `signal 9 (SIGKILL):
     killed from outside`, `exit code 0 before it had finished`."""
@@ -149,7 +155,8 @@ def exit_in_words(body: RankExited) -> str:
         how = f"exit code {body.exit_code}"
     cause = " ".join(body.cause.split())
     if body.exit_code and cause in ("", how):  # no rule knows its words: the last line is the cause
-        cause = " ".join(last_line(body.tail).split())
+        line = last_line(body.tail)
+        cause = "" if _LOGGED.match(line) else " ".join(line.split())
     if len(cause) > CAUSE_CHARS_MAX:
         cause = cause[: CAUSE_CHARS_MAX - 3] + "..."
     if not cause or cause.startswith(how):  # the cause may begin with `how`

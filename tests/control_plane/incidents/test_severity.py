@@ -148,6 +148,24 @@ def test_an_exit_is_described_with_its_cause(
     )
 
 
+@pytest.mark.parametrize(
+    ("tail", "words"),
+    [
+        ("begun\nscratch disk of n1 is not mounted\n", ": scratch disk of n1 is not mounted"),
+        ("2026-11-29 21:04:10 [info     ] begun", ""),
+        ("[INFO] saved", ""),
+        ('{"event": "saved"}', ""),
+    ],
+)
+def test_without_a_known_cause_the_last_line_tells_it(tail: str, words: str) -> None:
+    """Unless it is a line of a log."""
+    for cause in ("", "exit code 4"):
+        report = r.RankExited(
+            task=1, rank=0, attempt=1, pid=2, exit_code=4, signal=None, cause=cause, tail=tail
+        )
+        assert exit_in_words(report) == f"exit code 4{words}"
+
+
 def test_a_task_that_fails_repeatedly_shows_the_cause(d: Driver) -> None:
     task = d.submit(spec(train=None, command=["train"], slots={"min": 1, "max": 1}))
     d.obey(d.log[-20:])
