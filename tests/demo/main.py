@@ -82,6 +82,7 @@ def _player(name: str, num_iterations: int, *, exact: bool = False) -> Player:
         spec.train,
         output=str((FOLDER / name).absolute()),
         checkpoint_every=CHECKPOINT_EVERY_NUM,
+        checkpoint_keep="all",  # each is compared
         reproducible="bitwise" if exact else "rounding",
     )
     if name == "alpha":
