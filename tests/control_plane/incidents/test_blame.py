@@ -87,8 +87,13 @@ def test_the_same_bug_on_every_rank_takes_no_slot(
 def test_one_rank_that_fails_everywhere_is_left_out(d: Driver) -> None:
     """rank0_out_of_memory.yaml: the others go on, and its slots stay healthy."""
     task = begun(d, job("oom", 1, 3))
-    play(d, task, lambda rank: rank.rank == 0)
+    play(d, task, lambda rank: rank.rank == 0, finishes=False)
     assert experiments(d) == ["tried", "task", "task"]
+    (shown,) = seen(d)["tasks"]
+    past = task_screen.UNREAD | {"read_seq": 0, "last_seq": 0}
+    words = "\n".join(task_screen.task_status(seen(d), shown, past, now_s=d.now_s))
+    assert "limited    to 2 of 3 slots until it ends: more ranks fail" in words
+    obey(d, finish(d, task))
     assert task_of(d, task).outcome == "finished"
     assert task_of(d, task).slots_max == 2
     assert not out(d)

@@ -346,3 +346,9 @@ def test_a_save_that_fails_halfway_leaves_nothing(output: str) -> None:
     assert complete("four") == num_bytes + 2, "the token is longer"
     assert read(url)["model.7"].eq(4).all()
     assert not [name for name in object_storage.Store(url).names() if "two" in name]
+
+
+def test_a_store_that_refuses_a_connection_is_no_wrong_input() -> None:
+    """It may be back within minutes: the task has the time of faults that can pass."""
+    with pytest.raises(ConnectionRefusedError):
+        checkpoint.check_output("ftp://127.0.0.1:9/run")
