@@ -14,7 +14,7 @@ from ..incidents.blame import judge_progress
 from ..incidents.lifecycle import close_incident, end_incident, network_incident, open_incidents
 from ..state.cluster import ClusterState
 from ..state.members import is_pinned, only_publication_left
-from ..state.task import Checkpoint, Phase, Rank, Task
+from ..state.task import Checkpoint, Phase, Rank, Task, whole_path
 from . import memory_checkpoints
 from .membership import expected_positions, next_membership
 from .preemption import (
@@ -215,7 +215,7 @@ def _earlier(task: Task) -> tuple[str, ...]:
     """The checkpoints that were published before the last one and may still be there."""
     training = task.spec.training
     keep = training.checkpoint_keep if training is not None else "all"
-    paths = [stored.whole_path for stored in task.stored if stored.is_published]
+    paths = [whole_path(stored) for stored in task.stored if stored.is_published]
     if task.checkpoint_path not in paths:
         return ()
     before = paths[: paths.index(task.checkpoint_path)][::-1]

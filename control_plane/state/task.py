@@ -224,11 +224,6 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
     output: str = ""
     """The folder that has it, if that is not the task's output any more."""
 
-    @property
-    def whole_path(self) -> str:
-        """Relative to the output if it is there."""
-        return f"{self.output.rstrip('/')}/{self.path}" if self.output else self.path
-
 
 class FailedSave(Struct, frozen=True, kw_only=True):
     """Saves of one kind fail, and none has worked since."""
@@ -304,10 +299,10 @@ class StoredCheckpoint(Struct, frozen=True, kw_only=True):
     output: str = ""
     """The folder that has it, if that is not the task's output any more."""
 
-    @property
-    def whole_path(self) -> str:
-        """Relative to the output if it is there."""
-        return f"{self.output.rstrip('/')}/{self.path}" if self.output else self.path
+
+def whole_path(stored: Checkpoint | StoredCheckpoint) -> str:
+    """The path of a checkpoint, relative to the task's output if it is there."""
+    return f"{stored.output.rstrip('/')}/{stored.path}" if stored.output else stored.path
 
 
 class Task(Struct, kw_only=True):
@@ -541,7 +536,7 @@ class Task(Struct, kw_only=True):
     def checkpoint_path(self) -> str:
         """The path of the published checkpoint, relative to the output if it is there; empty
         without one."""
-        return self.checkpoint.whole_path if self.checkpoint is not None else ""
+        return whole_path(self.checkpoint) if self.checkpoint is not None else ""
 
     def lost_with(self, node: str = "") -> int:
         """Iterations that the loss of all processes and of the copies on `node` would cost."""
