@@ -22,9 +22,9 @@ FLUSH_S_MAX = 5.0
 AGENT_STOP_S_MAX = STOP_GRACE_S + REAP_S_MAX + FLUSH_S_MAX
 """How long an agent that is told to stop may take: it ends its ranks before it exits."""
 
-SAVE_PAUSES_S = (1.0, 4.0, 16.0, 60.0)
-"""Pauses before a final checkpoint, or a publication, that failed is tried again: after the first
-failure, the second and so on; the last pause is repeated."""
+PAUSES_S = (1.0, 4.0, 16.0, 60.0)
+"""Pauses before what failed is tried again, a rank, a final checkpoint or a publication: after the
+first failure, the second and so on; the last pause is repeated."""
 
 RENDEZVOUS_S_MAX = 25.0
 """Timeout of the rendezvous of a generation. By default, the control plane waits longer for a
@@ -34,6 +34,6 @@ FINISH_S_MAX = 30.0
 current work. By default, the control plane waits longer for Quiesced (policy: quiesce_s_max)."""
 
 
-def save_pause_s(num_failures: int) -> float:
+def pause_after_s(num_failures: int) -> float:
     """The pause after this many failures in a row, from 1 on."""
-    return SAVE_PAUSES_S[min(num_failures, len(SAVE_PAUSES_S)) - 1]
+    return PAUSES_S[min(num_failures, len(PAUSES_S)) - 1]

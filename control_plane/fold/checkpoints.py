@@ -7,7 +7,7 @@ from ...events.records import reports as r
 from ...events.records import types as t
 from ...events.records.codec import encode_record
 from ...events.records.envelope import Record
-from ...events.timing import save_pause_s
+from ...events.timing import pause_after_s
 from ..state.cluster import ClusterState
 from ..state.memory_checkpoints import whole_checkpoints
 from ..state.node import Node
@@ -91,7 +91,7 @@ def save_failed(
             failed = replace(failed, num_orders=before.num_orders + (before.order != order))
     task.failed_saves[body.what] = failed
     if order and body.what == "checkpoint":
-        set_deadline(state, f"save/{task.id}", save_pause_s(max(failed.num_orders, 1)))
+        set_deadline(state, f"save/{task.id}", pause_after_s(max(failed.num_orders, 1)))
 
 
 def checkpoint_published(
@@ -146,7 +146,7 @@ def publication_refused(
         order=body.order,
         num_orders=num_orders,
     )
-    set_deadline(state, f"publish/{task.id}", save_pause_s(num_orders))
+    set_deadline(state, f"publish/{task.id}", pause_after_s(num_orders))
 
 
 def drop_refused(state: ClusterState, task: Task) -> None:

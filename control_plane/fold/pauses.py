@@ -3,12 +3,11 @@
 import hashlib
 from collections.abc import Iterable
 
+from ...events.timing import pause_after_s
 from ..state.cluster import ClusterState
 from ..state.task import Rank, Task
 from .edits import clear_deadline, set_deadline
 
-PAUSES_S = (1.0, 4.0, 16.0, 60.0)
-"""Pauses before a rank starts again, by its failures without progress; then always the last."""
 JITTER_SHARE = 0.1
 """Pauses differ between tasks by up to this share, so that they do not all start at once."""
 RESTART = "restart"
@@ -19,7 +18,7 @@ def pause_s(task: int, num_failures: int, longest_s: float) -> float:
     """The pause after so many failures without progress. Equal for equal arguments."""
     digest = hashlib.blake2b(f"{task}/{num_failures}".encode(), digest_size=2).digest()
     share = 1 + JITTER_SHARE * (2 * int.from_bytes(digest, "big") / 0xFFFF - 1)
-    return min(PAUSES_S[min(num_failures, len(PAUSES_S)) - 1] * share, longest_s)
+    return min(pause_after_s(num_failures) * share, longest_s)
 
 
 def pause_name(task: Task, number: int) -> str:

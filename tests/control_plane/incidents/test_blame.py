@@ -20,7 +20,7 @@ from unicron.cli.screens import cluster, nodes
 from unicron.cli.screens import task as task_screen
 from unicron.control_plane.api import dry_run, requests
 from unicron.control_plane.decide.decide import decide
-from unicron.control_plane.fold.pauses import PAUSES_S, pause_s
+from unicron.control_plane.fold.pauses import pause_s
 from unicron.control_plane.incidents.severity import CAN_PASS
 from unicron.control_plane.state.cluster import encode_state
 from unicron.events.records import orders as o
@@ -28,6 +28,7 @@ from unicron.events.records import reports as r
 from unicron.events.records import statuses as s
 from unicron.events.spec.job import JobSpec
 from unicron.events.spec.policy import Policy
+from unicron.events.timing import PAUSES_S
 
 pytestmark = pytest.mark.nodes(3)
 

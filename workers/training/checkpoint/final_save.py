@@ -6,7 +6,7 @@ The state stays in memory meanwhile: nothing is lost while a disk is full.
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ....events.timing import save_pause_s
+from ....events.timing import pause_after_s
 from ..step.gradient_reduction import Outcome
 from ..step.iteration import Iteration
 
@@ -36,7 +36,7 @@ def save_at_end(
             return "stepped"
         savers = failed
         num_failures += 1
-        pause(save_pause_s(num_failures))
+        pause(pause_after_s(num_failures))
         outcome = iteration.meet()
         if outcome != "stepped":
             return outcome
