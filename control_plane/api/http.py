@@ -673,6 +673,7 @@ class HttpApi:
             "redact": state.policy.redact,
             "version": __version__,
             "agent_gone_s_max": state.policy.agent_gone_s_max,
+            "has_lists": True,
         }
 
     async def _identify(self, caller: Token, body: messages.Join, known: Node | None) -> None:

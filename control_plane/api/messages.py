@@ -224,6 +224,7 @@ Joined = TypedDict(
         "redact": tuple[str, ...],
         "version": str,
         "agent_gone_s_max": float,
+        "has_lists": Annotated[bool, Meta(description="Whether each node has a list of its own")],
     },
 )
 # `first_*`: where the log begins. `read_*`: how far it was read: below `last_seq`, ask again.

@@ -2,18 +2,15 @@
 
 from typing import Literal
 
-from ...events.records.codec import decode_record
 from ...events.records.decisions import IncidentOpened
 from ...events.records.envelope import (
     Record,
     Report,
     incarnation_of,
     incident_of,
-    order_nodes,
 )
-from ...events.records.reports import CheckpointPublished, OrderRefused, ReportsLost
-from ...events.records.types import Body, RankReport
-from ..fold.edits import find_orphan, find_rank
+from ...events.records.reports import ReportsLost
+from ...events.records.types import Body
 from ..fold.fold import fold
 from ..state.cluster import ClusterState
 from .decide import Decide, decide
@@ -88,17 +85,3 @@ def accepts(state: ClusterState, report: Report) -> Literal["next", "duplicate",
     if report.source_seq == last + 1 or isinstance(report.body, ReportsLost):
         return "next"
     return "later"
-
-
-def is_foreign(state: ClusterState, report: Report) -> bool:
-    """Whether an agent reports about a process, or answers an order, that is another node's. No
-    agent does so by mistake: a process never moves, and an order names its nodes for ever."""
-    node, body = report.source.rpartition("/")[0], report.body
-    if isinstance(body, RankReport) and (task := state.tasks.get(body.task)) is not None:
-        rank = find_rank(task, body.rank, body.attempt) or find_orphan(
-            task, body.rank, body.attempt
-        )
-        return rank is not None and rank.slot.node != node
-    if isinstance(body, OrderRefused | CheckpointPublished) and body.order in state.orders:
-        return node not in order_nodes(decode_record(state.orders[body.order]))
-    return False

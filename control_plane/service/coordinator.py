@@ -3,22 +3,22 @@
 import asyncio
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import chain
 from typing import TypeVar
 
+import msgspec
 import structlog
 from msgspec import Struct
 
 from ...events import errors
 from ...events.errors import Ambiguous, Conflict, LogError, Unavailable, UsageError
-from ...events.log.port import Batch
+from ...events.log.port import Batch, Sent
 from ...events.log.redis_streams import RedisLog
 from ...events.log.segments import Folder
 from ...events.records.envelope import Record, Report
-from ...events.records.reports import DeadlineReached, TokenChanged
+from ...events.records.reports import DeadlineReached, ReportsLost, TokenChanged
 from ...events.records.types import Body
 from ...events.spec.policy import Policy
 from ..fold.edits import EXPIRED, LOSSES, expired_tasks, running_deadlines
@@ -44,6 +44,10 @@ class Limits(Struct, frozen=True, kw_only=True):
     """Every limit of the service; those of the decider are in the Policy."""
 
     batch_reports_max: int = 256
+    turn_s_max: float = 0.1
+    """Once a turn has decided for so long, the rest of its reports are for the next turn."""
+    trimmed_s: float = 10.0
+    """Shortest time between two records of how much was dropped from nodes' lists."""
     take_wait_s: float = 1.0
     """Longest duration of one blocking read of the intake; then the next one begins. For so long a
     leader that was stopped may keep one report from its successor."""
@@ -64,6 +68,9 @@ class Limits(Struct, frozen=True, kw_only=True):
     idle_s: float = 5.0
     writes_max: int = 256
     recent_records_max: int = 4_096
+
+
+_NOTHING = Batch(entries=(), is_whole=False)
 
 
 class _Write(Struct):
@@ -107,7 +114,6 @@ class Coordinator:
         dead_letters: DeadLetters | None = None,
     ) -> None:
         self._log, self._observe = log, observe
-        self._dead_letters = dead_letters or DeadLetters()
         self._folder = folder
         self._limits = limits or Limits()
         self._jitter = jitter or random.Random()
@@ -118,7 +124,7 @@ class Coordinator:
             code=code,
             policy=policy,
             folder=folder,
-            dead_letters=self._dead_letters,
+            dead_letters=dead_letters,
         )
         self._leases = Leases()
         self._outages = Outages()
@@ -134,6 +140,8 @@ class Coordinator:
         self._taken: tuple[str, Batch | LogError] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._trimmed_s = self._checked_s = 0.0
+        self._dropped, self._dropped_s = Counter[str](), -math.inf
+        """By node: how many entries were dropped from its list; when a record told it last."""
         self._admitted: dict[str, int] = {}
         """Nodes that `admit` has let in: their NodeJoined may not be in the log yet."""
         self._access = access
@@ -478,28 +486,16 @@ class Coordinator:
             # Timed events need an empty intake: a report in it may clear the deadline.
             batch, has_timed = await self._drain(batch)
         writes = list(self._writes)
-        if not batch.reports and not writes and not has_timed:
-            if batch.cursor != self._leader.position:  # all entries of the batch were rejected
-                self._dead_letters.keep(batch.rejected)
-                self._leader.position = batch.cursor
-                await self._trim()
+        if not batch.entries and not writes and not has_timed:
             return
         self._committed.clear()
         records = await self._with_timeout(
-            self._leader.commit(
-                chain(
-                    batch.reports,
-                    self._checked_reports(writes),
-                    self._timed_reports(self._leader.now_s()) if has_timed else (),
-                    self._losses(),
-                ),
-                cursor=batch.cursor,
-            ),
+            self._leader.commit(self._of_turn(batch, writes, has_timed=has_timed)),
             Ambiguous("the append was not acknowledged in time"),
         )
-        self._dead_letters.keep(batch.rejected)  # only now: a turn that fails takes them again
-        self._publish(records)
-        self._outages.appended(records)
+        if records:
+            self._publish(records)
+            self._outages.appended(records)
         self._committed.set()
         for write in writes:
             self._writes.remove(write)
@@ -511,6 +507,33 @@ class Coordinator:
             else:
                 write.done.set_result(seq)
         await self._trim()
+
+    def _of_turn(
+        self, batch: Batch, writes: Sequence[_Write], *, has_timed: bool
+    ) -> Iterator[Report | Sent]:
+        """What a turn decides on, in order. Entries of the intake only for `turn_s_max`: no node
+        keeps others waiting for longer."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + self._limits.turn_s_max
+        for at, sent in enumerate(batch.entries, 1):
+            yield sent
+            if at < len(batch.entries) and loop.time() > until_s:
+                has_timed = False
+                break
+        yield from self._checked_reports(writes)
+        if has_timed:
+            yield from self._timed_reports(self._leader.now_s())
+        yield from self._losses()
+        yield from self._trimmed_reports()
+
+    def _trimmed_reports(self) -> Iterator[Report]:
+        """How many reports of which node were dropped, because its list was too long."""
+        now_s = asyncio.get_running_loop().time()
+        if self._dropped and now_s - self._dropped_s >= self._limits.trimmed_s:
+            self._dropped_s = now_s
+            for node, num in self._dropped.items():
+                yield self._leader.report(ReportsLost(node=node, num_lost=num))
+            self._dropped.clear()
 
     def _checked_reports(self, writes: Sequence[_Write]) -> Iterator[Report]:
         """The reports of operators' writes, each checked against the state before it."""
@@ -529,18 +552,15 @@ class Coordinator:
     async def _drain(self, batch: Batch) -> tuple[Batch, bool]:
         """`batch` with the remaining reports of the intake, and whether the intake is empty now."""
         num_max = self._limits.batch_reports_max
+        after = batch.entries[-1].cursor if batch.entries else self._leader.position
         more = await self._with_timeout(
-            self._log.take(after=batch.cursor, num_max=num_max, wait_s=0.0),
+            self._log.take(after=after, num_max=num_max, wait_s=0.0),
             Unavailable("the intake does not answer"),
         )
-        full = more.num_entries >= num_max
-        if full:
+        self._dropped.update(more.trimmed)
+        if not more.is_whole:
             self._wake.set()
-        return Batch(
-            reports=batch.reports + more.reports,
-            cursor=more.cursor,
-            rejected=batch.rejected + more.rejected,
-        ), not full
+        return msgspec.structs.replace(more, entries=batch.entries + more.entries), more.is_whole
 
     def _publish(self, records: Sequence[Record]) -> None:
         """The log has these records: wake those that follow it."""
@@ -595,11 +615,14 @@ class Coordinator:
     def _take_result(self) -> Batch:
         """The result of the blocking read; empty if the position has changed since its start."""
         taken, self._taken = self._taken, None
-        if taken is None or taken[0] != self._leader.position:
-            return Batch(reports=(), cursor=self._leader.position)
-        if isinstance(taken[1], LogError):
+        if taken is None:
+            return _NOTHING
+        if isinstance(taken[1], LogError) and taken[0] == self._leader.position:
             raise taken[1]
-        return taken[1]
+        if isinstance(taken[1], LogError):
+            return _NOTHING
+        self._dropped.update(taken[1].trimmed)
+        return taken[1] if taken[0] == self._leader.position else _NOTHING
 
     # --- timed events -----------------------------------------------------------------------------
     def _has_timed_events(self) -> bool:

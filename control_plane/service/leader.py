@@ -9,18 +9,18 @@ from msgspec.structs import replace
 
 from ...events.errors import CorruptLog, Fenced, LogError, Unavailable
 from ...events.log.identity import RESERVED_NAMES
-from ...events.log.port import Rejected
+from ...events.log.port import Rejected, Sent
 from ...events.log.redis_streams import RedisLog
 from ...events.log.segments import Folder
 from ...events.object_storage import reason
-from ...events.process_io import Seldom
 from ...events.records.codec import encode_record, encode_report
 from ...events.records.decisions import PlanChosen
 from ...events.records.envelope import Record, Report
 from ...events.records.reports import EpochStarted, OutageEnded, PolicySet, ReportsLost
 from ...events.records.types import Body
 from ...events.spec.policy import Policy
-from ..decide.advance import accepts, advance, is_foreign
+from ..decide.advance import accepts, advance
+from ..decide.speakers import foreign, stranger
 from ..fold.fold import fold
 from ..state.cluster import DECIDER_VERSION, SCHEMA, ClusterState, open_orders
 from . import snapshots
@@ -29,7 +29,6 @@ from .dead_letters import DeadLetters
 PAGE_RECORDS_MAX = 1_000
 LEASE_S = 1.5
 """How long after its last sign of life a leader is succeeded. Renewed three times in that time."""
-FOREIGN_LOG_S = 1.0
 TRACE_LINES_NUM = 5
 
 _logger = structlog.get_logger("control_plane")
@@ -80,7 +79,6 @@ class Leader:
         """The epoch of the lost ones. To agents, a new epoch must come after it."""
         self.position = "0-0"
         """The intake's cursor: the state includes all reports up to this cursor."""
-        self._foreign = Seldom(FOREIGN_LOG_S)
         self.plan_s = 0.0
         """How long the last decision with a plan took."""
         self.answers: dict[str, int] = {}
@@ -226,85 +224,93 @@ class Leader:
         if first or self._policy != self.state.policy:
             yield self.report(PolicySet(policy=self._policy))
 
-    async def commit(self, reports: Iterable[Report], *, cursor: str = "") -> list[Record]:
+    async def commit(self, reports: Iterable[Report | Sent]) -> list[Record]:
         """Decide on each report in order, then append all records in one write and return them.
 
         `reports` is consumed one at a time, so that a generator sees the state after the earlier
-        reports. A report that is not the next of its source is dropped: a duplicate is in the log
-        already, and a later one will be sent again. `cursor` is the intake's cursor behind these
-        reports.
+        reports. An entry of the intake is read here, and the intake's cursor moves behind it. What
+        is no report is kept as a dead letter. A report that is not the next of its source is
+        dropped: a duplicate is in the log already, and a later one will be sent again.
         """
         now_s, expect = self.now_s(), self.state.seq
         records: list[Record] = []
         acked: dict[str, int] = {}
-        for report in reports:
-            began_s, made = self._clock(), self._decide(report, now_s)
-            if any(isinstance(one.body, PlanChosen) for one in made):
-                self.plan_s = self._clock() - began_s
-            records += made
-            if made and _is_of_agent(report):
-                acked[report.source] = report.source_seq
-        if records:
+        rejected: list[Rejected] = []
+        cursor = ""
+        for item in reports:
+            report: Report | Rejected = item if isinstance(item, Report) else self._read(item)
+            cursor = item.cursor if isinstance(item, Sent) else cursor
+            if isinstance(report, Report):
+                began_s, made = self._clock(), self._decide(report, now_s, rejected)
+                if any(isinstance(one.body, PlanChosen) for one in made):
+                    self.plan_s = self._clock() - began_s
+                records += made
+                if made and _is_of_agent(report):
+                    acked[report.source] = report.source_seq
+            else:
+                rejected.append(report)
+        if records or rejected:  # of these a successor must not make dead letters again
             await self._log.append(
                 records, epoch=self.epoch, expect=expect, cursor=cursor, acked=acked
             )
+        if records:
             self._last = records[-1]
             self._unfit.clear()
         if cursor:
             self.position = cursor
+        self._dead_letters.keep(rejected)  # only now: a turn that fails takes them again
         snapshots.remember(self.answers, records)
         return records
 
-    def _decide(self, report: Report, at_s: float) -> list[Record]:
-        """The records that follow from a report; none if it is dropped. A report of an agent that
-        raises is a dead letter, and one of its source is lost. Raises Spoiled if it has changed
-        the state before."""
+    def _read(self, sent: Sent) -> Report | Rejected:
+        """The report of an entry of the intake, as the log can hold it and its source may send it;
+        for one that cannot be decided on, that it is lost."""
+        report = self._log.read_report(sent)
+        if isinstance(report, Rejected):
+            return report
+        return self._unfit.get((report.source, report.source_seq), report)
+
+    def _decide(self, report: Report, at_s: float, rejected: list[Rejected]) -> list[Record]:
+        """The records that follow from a report; none if it is dropped. One that raises, or that
+        its agent may not send, is a dead letter, and in the log it is lost. Raises Spoiled if it
+        has changed the state before."""
+        is_of_agent = _is_of_agent(report)
         try:
-            if accepts(self.state, report) != "next" or self._refuses(report):
+            if accepts(self.state, report) != "next":
                 return []
+            if is_of_agent and (why := stranger(self.state, report)):
+                rejected.append(_letter(report, why))
+                return []
+            if is_of_agent and (why := foreign(self.state, report)):
+                rejected.append(_letter(report, why))
+                report = _lost(report)
         except Exception as error:  # one report must not end the control plane
-            if not _is_of_agent(report):
+            if not is_of_agent:
                 raise
-            self._reject(report, error)
+            rejected.append(self._raised(report, error))
             return []
-        fit = self._unfit.get((report.source, report.source_seq), report)
         try:
-            made = advance(self.state, fit, epoch=self.epoch, at_s=at_s)
+            made = advance(self.state, report, epoch=self.epoch, at_s=at_s)
             for record in made:
                 encode_record(record)  # what the log cannot hold must not be in the state either
             return made
         except Exception as error:
-            if fit is not report or not _is_of_agent(report):
+            name = report.source, report.source_seq
+            if not is_of_agent or name in self._unfit:
                 raise
-            self._reject(report, error)
-            self._unfit[report.source, report.source_seq] = replace(
-                report, body=ReportsLost(node=report.source.rpartition("/")[0], num_lost=1)
-            )
+            self._dead_letters.keep([self._raised(report, error)])
+            self._unfit[name] = _lost(report)
             raise Spoiled(f"a report of {report.source} could not be decided on") from error
 
-    def _reject(self, report: Report, error: Exception) -> None:
-        why = f"{type(report.body).__name__} {report.source_seq} raises {error!r}"
+    def _raised(self, report: Report, error: Exception) -> Rejected:
+        letter = _letter(report, f"it raises {error!r}")
         _logger.error(
             "a report raises, and is passed over",
             source=report.source,
-            why=why,
+            why=letter.why,
             trace="".join(traceback.format_exception(error, limit=-TRACE_LINES_NUM)),
         )
-        self._dead_letters.keep(
-            [Rejected(why=why, source=report.source, data=encode_report(report))]
-        )
-
-    def _refuses(self, report: Report) -> bool:
-        if not is_foreign(self.state, report):
-            return False
-        if num := self._foreign.due():
-            _logger.warning(
-                "dropped a report about another node's process",
-                source=report.source,
-                kind=type(report.body).__name__,
-                num_since_last_line=num,
-            )
-        return True
+        return letter
 
     async def _begin_with_snapshot(self, folder: Folder) -> None:
         """Take the state of the newest snapshot. Raises CorruptLog if the server lacks anything
@@ -340,6 +346,21 @@ class Leader:
             self.state, self.answers = state, answers
         except OSError as error:
             raise Unavailable(f"{folder.where}: {reason(error)}") from None
+
+
+def _letter(report: Report, why: str) -> Rejected:
+    """The dead letter of a report."""
+    return Rejected(
+        why=f"{type(report.body).__name__} {report.source_seq}: {why}",
+        source=report.source,
+        data=encode_report(report),
+    )
+
+
+def _lost(report: Report) -> Report:
+    """What is in the log in place of a report, so that its source goes on."""
+    node = report.source.rpartition("/")[0]
+    return replace(report, body=ReportsLost(node=node, num_lost=1))
 
 
 def _is_of_agent(report: Report) -> bool:

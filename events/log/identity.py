@@ -13,6 +13,7 @@ import hmac
 import re
 import secrets
 from collections.abc import Callable
+from typing import Literal
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from msgspec import Struct
@@ -103,21 +104,29 @@ def split_report(entry: bytes) -> tuple[bytes, bytes]:
     return entry[:SIGNATURE_BYTES], entry[SIGNATURE_BYTES:]
 
 
-def report_error(keys: Keys, report: Report, signature: bytes, wire: bytes) -> str:
-    """Why a report is not one of the node that its source names; "": it is."""
-    node = report.source.rpartition("/")[0]
-    if node in RESERVED_NAMES or incarnation_of(report.source) is None:
+def is_report_signed(key: bytes, signature: bytes, wire: bytes) -> bool:
+    """Whether the node of this key has signed the encoded report."""
+    return hmac.compare_digest(signature, _sign(key, b"report", wire))
+
+
+def report_error(keys: Keys, report: Report, signature: bytes, wire: bytes, sender: str) -> str:
+    """Why a report is not one of the node that its source names; "": it is. `sender`: the node in
+    whose list it was, which has signed it; "": it was in the list that agents share."""
+    node, incarnation = report.source.rpartition("/")[0], incarnation_of(report.source)
+    if node in RESERVED_NAMES or incarnation is None:
         return "its source is not a node"
-    if not hmac.compare_digest(signature, _sign(keys(node), b"report", wire)):
+    if sender and node != sender:
+        return "its source is another node"
+    if not sender and not is_report_signed(keys(node), signature, wire):
         return "its signature is not the node's"
     body = report.body
-    if not isinstance(body, AGENT_REPORTS):
+    about = AGENT_REPORTS.get(type(body))
+    if about is None:
         return "an agent does not report this"
-    # A rank may store its share of an in-memory checkpoint on another node.
-    if not isinstance(body, reports.MemoryCheckpointStored) and (
-        getattr(body, "node", node) != node
-    ):
+    if about != "share" and getattr(body, "node", node) != node:
         return "it is about another node"
+    if getattr(body, "incarnation", incarnation) != incarnation:
+        return "it is about another incarnation of its node"
     if isinstance(body, reports.NodeDrained) and (body.who, body.role) != (node, "node"):
         return "it names an operator"
     return ""
@@ -179,42 +188,48 @@ def _sign(key: bytes, purpose: bytes, data: bytes) -> bytes:
     return hmac.digest(key, purpose + b"\n" + data, "sha256")
 
 
-AGENT_REPORTS: tuple[type[Body], ...] = (
-    reports.NodeJoined,
-    reports.NodeLeft,
-    reports.AgentRestarting,
-    reports.AgentRestarted,
-    reports.MemoryCheckpointsLost,
-    reports.ReportsLost,
-    reports.NodeDrained,
-    reports.OrderRefused,
-    reports.HealthChanged,
-    reports.DeviceErred,
-    reports.RankStarted,
-    reports.RankAdopted,
-    reports.RankReady,
-    reports.RankErrored,
-    reports.RankExited,
-    reports.RankReportsDropped,
-    reports.RankSuspended,
-    reports.RankContinued,
-    reports.RankStalled,
-    reports.RankUnstalled,
-    reports.CollectiveFailed,
-    reports.Quiesced,
-    reports.Reconfigured,
-    reports.ReconfigureFailed,
-    reports.TaskProgressed,
-    reports.IterationsLogged,
-    reports.LossNotFinite,
-    reports.LossFiniteAgain,
-    reports.StepTimeChanged,
-    reports.MemoryCheckpointStored,
-    reports.CheckpointSaved,
-    reports.CheckpointFailed,
-    reports.CheckpointPublished,
-    reports.RankFinished,
-    reports.InMemoryRecoveryDeclined,
-    UnknownBody,
-)
-"""What an agent may report. A body of a later version (UnknownBody) has no effect here."""
+About = Literal["node", "process", "share", "member", "order", "nothing"]
+"""What a report is about. The node that sends it; a process on that node, or its share of an
+in-memory checkpoint; a task, of whose generation the node has a member; an order to the node. But
+for the first, the state of the cluster tells (control_plane/decide/speakers.py)."""
+
+AGENT_REPORTS: dict[type[Body], About] = {
+    reports.NodeJoined: "node",
+    reports.NodeLeft: "node",
+    reports.AgentRestarting: "node",
+    reports.AgentRestarted: "node",
+    reports.MemoryCheckpointsLost: "node",
+    reports.ReportsLost: "node",
+    reports.NodeDrained: "node",
+    reports.HealthChanged: "node",
+    reports.DeviceErred: "node",
+    reports.OrderRefused: "order",
+    reports.CheckpointPublished: "order",
+    reports.RankStarted: "process",
+    reports.RankAdopted: "process",
+    reports.RankReady: "process",
+    reports.RankErrored: "process",
+    reports.RankExited: "process",
+    reports.RankReportsDropped: "process",
+    reports.RankSuspended: "process",
+    reports.RankContinued: "process",
+    reports.RankStalled: "process",
+    reports.RankUnstalled: "process",
+    reports.RankFinished: "process",
+    reports.CollectiveFailed: "process",
+    reports.Quiesced: "process",
+    reports.Reconfigured: "process",
+    reports.ReconfigureFailed: "process",
+    reports.IterationsLogged: "process",
+    reports.StepTimeChanged: "process",
+    reports.MemoryCheckpointStored: "share",
+    reports.CheckpointFailed: "process",
+    reports.InMemoryRecoveryDeclined: "process",
+    reports.TaskProgressed: "member",
+    reports.LossNotFinite: "member",
+    reports.LossFiniteAgain: "member",
+    reports.CheckpointSaved: "member",
+    UnknownBody: "nothing",
+}
+"""What an agent may report, and what each kind is about. A body of a later version (UnknownBody)
+has no effect here."""

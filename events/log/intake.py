@@ -1,7 +1,7 @@
-"""The intake's grammar: what of the bytes in the inbox is a report that the log can hold."""
+"""The intake's grammar: what of the bytes in a list is a report that the log can hold."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -11,21 +11,28 @@ from ..records import codec
 from ..records.codec import UnknownBody
 from ..records.envelope import Report
 from ..records.types import INTEGER_NUM_MAX
-from .identity import Keys, report_error, split_report
-from .port import Rejected
+from .identity import Keys, is_report_signed, report_error, split_report
+from .port import REPORT_BYTES_MAX, Rejected, Sent
 
 DEPTH_NUM_MAX = 32
 """How deeply the values of a report may be nested. Bodies need less than 8."""
 
 
-def read_report(keys: Keys, entry: bytes) -> Report | Rejected:
-    """The report of an entry of the inbox, which may hold any bytes: it never raises."""
-    source = ""
+def read_report(keys: Keys, sent: Sent) -> Report | Rejected:
+    """The report of an entry of the intake, which may hold any bytes: it never raises. Nothing of
+    an entry in a node's own list is decoded before its signature is that of the node."""
+    source = sent.node
     try:
-        signature, wire = split_report(entry)
+        if sent.num_bytes > REPORT_BYTES_MAX:
+            why = f"it has {sent.num_bytes} bytes, and at most {REPORT_BYTES_MAX} are read"
+            return Rejected(why=why, source=source, data=sent.data)
+        signature, wire = split_report(sent.data)
+        if sent.node and not is_report_signed(keys(sent.node), signature, wire):
+            why = "its signature is not the node's"
+            return Rejected(why=why, source=source, data=sent.data)
         report = codec.decode_report(wire)
         source = report.source
-        why = report_error(keys, report, signature, wire) or report_fault(report)
+        why = report_error(keys, report, signature, wire, sent.node) or report_fault(report)
     except msgspec.MsgspecError as error:
         why = f"it is unreadable: {error}"
     except Exception as error:  # noqa: BLE001 - one entry must not end the control plane
@@ -33,7 +40,7 @@ def read_report(keys: Keys, entry: bytes) -> Report | Rejected:
     else:
         if not why:
             return report
-    return Rejected(why=why, source=source, data=entry)
+    return Rejected(why=why, source=source, data=sent.data)
 
 
 def report_fault(report: Report) -> str:
@@ -66,11 +73,20 @@ def _fault(value: object, depth: int) -> str:
             return " has a key that is neither text nor a number"
         items = ((f" {key}", item) for key, item in known.items())
     elif isinstance(value, list | tuple):
+        if _are_small(cast(Sequence[Any], value)):
+            return ""
         items = ((f" [{at}]", item) for at, item in enumerate(cast(Iterable[Any], value)))
     else:
         return f" is of type {type(value).__name__}"
     return next(
         (name[:40] + where for name, item in items if (where := _fault(item, depth + 1))), ""
+    )
+
+
+def _are_small(values: Sequence[Any]) -> bool:
+    """Whether all are integers within the bounds: there may be a million."""
+    return set(map(type, values)) == {int} and (
+        min(values) >= -INTEGER_NUM_MAX and max(values) <= INTEGER_NUM_MAX
     )
 
 

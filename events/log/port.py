@@ -5,9 +5,13 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from ..records.envelope import Record, Report
+from ..records.envelope import Record
 from .identity import StoreKeys
 from .segments import SealedLog
+
+REPORT_BYTES_MAX = 1 << 20
+"""The size of a signed report. A rank's own reports are smaller, but for those that name each
+micro-batch of a very large iteration."""
 
 
 def key_prefix(cluster: str) -> str:
@@ -26,6 +30,19 @@ class Heartbeat(Struct, frozen=True):
     """Reports that wait on the node."""
 
 
+class Sent(Struct, frozen=True):
+    """An entry of the intake, which may hold any bytes."""
+
+    cursor: str
+    """The intake's cursor behind it."""
+    node: str
+    """In whose list it was; "": in the one that the agents of release 0.3.0 share."""
+    data: bytes
+    """What was sent; if that is larger than REPORT_BYTES_MAX, its beginning."""
+    num_bytes: int
+    """The size of what was sent."""
+
+
 class Rejected(Struct, frozen=True):
     """What an agent, or somebody else, has sent, and why it is no report; `source`: as it says."""
 
@@ -35,16 +52,13 @@ class Rejected(Struct, frozen=True):
 
 
 class Batch(Struct, frozen=True):
-    """Reports read from the intake, what else was there, and the cursor to pass to the append of
-    their records."""
+    """Entries of the intake, from the lists of the nodes in turn."""
 
-    reports: tuple[Report, ...]
-    cursor: str
-    rejected: tuple[Rejected, ...] = ()
-
-    @property
-    def num_entries(self) -> int:
-        return len(self.reports) + len(self.rejected)
+    entries: tuple[Sent, ...]
+    is_whole: bool
+    """Whether nothing is left there for which a deadline has to wait."""
+    trimmed: dict[str, int] = {}
+    """By node: how many entries were dropped from its list, which was too long."""
 
 
 class SentOrder(Struct, frozen=True):

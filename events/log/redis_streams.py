@@ -42,7 +42,17 @@ from .identity import (
     user_name,
 )
 from .intake import read_report
-from .port import Batch, FilePart, FileRequest, Heartbeat, Rejected, SentOrder, key_prefix
+from .port import (
+    REPORT_BYTES_MAX,
+    Batch,
+    FilePart,
+    FileRequest,
+    Heartbeat,
+    Rejected,
+    Sent,
+    SentOrder,
+    key_prefix,
+)
 from .segments import Folder, SealedLog, Segment
 
 # --- Lua scripts: each one is atomic on the server ---
@@ -210,14 +220,64 @@ return text(low) .. '-' .. text(seq)
 )
 
 TAKE = """
--- KEYS moved inbox reports; ARGV after num_max
--- Moves what agents have sent to the intake's stream; returns the stream's entries after `after`.
-for i = 1, 2 do
-  for _, report in ipairs(redis.call('LPOP', KEYS[i], ARGV[2]) or {}) do
-    redis.call('XADD', KEYS[3], '*', 'r', report)
+-- KEYS bell shared reports senders
+-- ARGV lists after num_max node_num_max node_bytes_max report_bytes_max list_num_max
+--      list_bytes_max turn woken_by
+-- Moves entries of the nodes' lists to the intake's stream: one of each list that has any, from the
+-- list `turn` on, then one of each again, until there are `num_max` or none is left; so many and so
+-- much of each list. woken_by: the first entry of the shared list, if a reader has taken it.
+-- Returns the next turn; whether it has looked at all lists; {node, taken, left, dropped} of each
+-- that had any; and the stream's entries after `after`.
+local reports, num_max, node_num_max = KEYS[3], tonumber(ARGV[3]), tonumber(ARGV[4])
+local node_bytes_max, report_bytes_max = tonumber(ARGV[5]), tonumber(ARGV[6])
+local list_num_max, list_bytes_max = tonumber(ARGV[7]), tonumber(ARGV[8])
+local function put(node, entry)
+  local size = #entry
+  if size > report_bytes_max then entry = string.sub(entry, 1, 1024) end
+  redis.call('XADD', reports, '*', 'r', entry, 'n', node, 'b', size)
+  return size
+end
+redis.call('DEL', KEYS[1])
+if ARGV[10] ~= '' then put('', ARGV[10]) end
+local found = redis.call('XRANGE', reports, '(' .. ARGV[2], '+', 'COUNT', num_max)
+local room = num_max - #found
+local nodes = redis.call('SMEMBERS', KEYS[4])
+table.insert(nodes, '')
+local turn, busy, at = tonumber(ARGV[9]) % #nodes, {}, 0
+while at < #nodes and #busy < room do
+  local node = nodes[(turn + at) % #nodes + 1]
+  local key = node == '' and KEYS[2] or ARGV[1] .. node
+  if redis.call('LLEN', key) > 0 then table.insert(busy, {node, key, 0, 0, false}) end
+  at = at + 1
+end
+local moved = room > 0
+while moved and room > 0 do
+  moved = false
+  for _, list in ipairs(busy) do
+    if room > 0 and list[3] < node_num_max and list[4] < node_bytes_max and not list[5] then
+      local entry = redis.call('LPOP', list[2])
+      if entry then
+        list[3], list[4], moved = list[3] + 1, list[4] + put(list[1], entry), true
+        room = room - 1
+      else
+        list[5] = true
+      end
+    end
   end
 end
-return redis.call('XRANGE', KEYS[3], '(' .. ARGV[1], '+', 'COUNT', ARGV[2])
+local lists = {}
+for _, list in ipairs(busy) do
+  local num = redis.call('LLEN', list[2])
+  local kept = math.min(num, list_num_max)
+  if kept < num then redis.call('LTRIM', list[2], 0, kept - 1) end
+  while kept > 0 and redis.call('MEMORY', 'USAGE', list[2]) > list_bytes_max do
+    kept = math.floor(kept / 2)
+    if kept > 0 then redis.call('LTRIM', list[2], 0, kept - 1) else redis.call('DEL', list[2]) end
+  end
+  table.insert(lists, {list[1], list[3], kept, num - kept})
+end
+found = redis.call('XRANGE', reports, '(' .. ARGV[2], '+', 'COUNT', num_max)
+return {(turn + math.max(at, 1)) % #nodes, at == #nodes and 1 or 0, lists, found}
 """
 
 BEATS = """
@@ -247,6 +307,14 @@ TRIES_MAX = 2
 """Tries of a call that may be repeated: an open connection may belong to an earlier server."""
 SEND_NUM_MAX = 500
 """Reports in one command."""
+NODE_NUM_MAX, NODE_BYTES_MAX = 32, 256 << 10
+"""How many entries of one node's list, and of which size together, a `take` moves at most."""
+LIST_NUM_MAX, LIST_BYTES_MAX = 1 << 16, 64 << 20
+"""What a node's list may have; beyond, the newest entries are dropped. An agent has at most 16 MiB
+of reports that are not acknowledged, some 50,000, and sends again what does not arrive."""
+WAITED_NUM_MAX = 4096
+"""After so many entries of a node whose list was never empty meanwhile, no deadline waits for the
+rest. An agent sends at most 1,024 reports that are not acknowledged, now and then again."""
 BEATS_NUM_KEPT = 4
 """Heartbeats that a node's stream keeps, for two agents of one node at the same time."""
 BEATS_NUM_MAX = 256
@@ -284,6 +352,13 @@ _Entry = tuple[bytes, list[bytes]]
 """The id and the fields of a stream's entry."""
 _file_parts = msgspec.msgpack.Decoder(FilePart)
 _logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+
+def _sent(entry: bytes, fields: Sequence[bytes]) -> Sent:
+    """An entry of the intake's stream. Leaders of release 0.3.0 have put it there without a node
+    and a size."""
+    node, num_bytes = (fields[3], fields[5]) if len(fields) > 2 else (b"", len(fields[1]))
+    return Sent(cursor=entry.decode(), node=node.decode(), data=fields[1], num_bytes=int(num_bytes))
 
 
 class _Lost(Exception):
@@ -437,7 +512,8 @@ class RedisLog:
     Each blocking reader has a connection of its own; all other calls share one. `keys` sign reports
     and orders and check them. With `identities`, the control plane gives each node a user of its
     own. `ca`: the authorities (PEM) at rediss://; "": the system's. `folder`: where the segments
-    are. `policy`: what the leader asks of the server.
+    are. `policy`: what the leader asks of the server. `has_lists`: whether the leader reads a list
+    of each node; one of release 0.3.0 reads only the list that all agents share.
     """
 
     def __init__(
@@ -449,6 +525,7 @@ class RedisLog:
         ca: str = "",
         folder: Folder | None = None,
         policy: Policy | None = None,
+        has_lists: bool = True,
     ) -> None:
         if not NAME.match(cluster):
             raise UsageError(
@@ -457,7 +534,7 @@ class RedisLog:
             )
         self._url, self._ca, self._policy = url, ca, policy or Policy()
         self._has_waitaof = False
-        self._folder = folder
+        self._folder, self._has_lists = folder, has_lists
         self._segments: SealedLog | None = None
         self._cluster = cluster
         self._keys_of = keys
@@ -470,6 +547,10 @@ class RedisLog:
         self._readers: dict[str, _Link] = {}
         self._read_to = (0, 0)
         """(seq, epoch) of the last record read, so that the next read needs no search."""
+        self._turn = 0
+        """The list from which the next `take` begins."""
+        self._taken: dict[str, int] = {}
+        """By node whose list was not empty at the last look: entries taken since it was."""
 
     async def close(self) -> None:
         """Close the connections; running calls fail."""
@@ -480,10 +561,10 @@ class RedisLog:
         """Where the server is at present, if the URL is of Sentinels. Raises Unavailable."""
         return await self._link.find_server()
 
-    async def move(self, url: str, keys: Keys) -> bool:
+    async def move(self, url: str, keys: Keys, *, has_lists: bool = True) -> bool:
         """Use the server at `url`, and these keys, from now on; running calls fail. False if it is
         the present one. Raises UsageError for an invalid URL."""
-        self._keys_of = keys
+        self._keys_of, self._has_lists = keys, has_lists
         if url == self._url:
             return False
         link = _Link(url, self._ca)
@@ -558,6 +639,7 @@ class RedisLog:
         leaders. For `lease_s` no other nonce can take it, unless it is released. Raises Leased
         while another one has it, and notes `url` as that of a follower; UsageError if the leader
         has another secret. After a lost reply one epoch is unused."""
+        self._taken.clear()
         epoch, *leader = await self._run(
             START_EPOCH,
             self._keys("log", "epoch", "lease", "followers"),
@@ -658,21 +740,46 @@ class RedisLog:
         return sign_order(self._keys_of(node), f"{epoch}-{order.seq}", wire, keys), keys
 
     async def take(self, *, after: str, num_max: int, wait_s: float) -> Batch:
-        """Reports after `after`; if there are none, wait at most `wait_s`. What is no
-        report of its source is in `rejected`."""
-        keys, num = self._keys("moved", "inbox", "reports"), max(1, num_max)
-        entries: list[_Entry] = await self._run(TAKE, keys, (after, num))
-        if not entries and wait_s > 0:
-            # It moves one report and returns; the script then moves the others. 0: without limit.
+        """Entries of the intake after `after`, from the lists of the nodes in turn; if there are
+        none, wait at most `wait_s`."""
+        batch = await self._take(after, max(1, num_max), b"")
+        if not batch.entries and wait_s > 0:
+            # 0: without limit. An entry of the shared list that is lost here is sent again.
             limit = f"{max(0.001, wait_s):.3f}"
-            await self._block("inbox", ("BLMOVE", keys[1], keys[0], "LEFT", "RIGHT", limit), wait_s)
-            entries = await self._run(TAKE, keys, (after, num))
-        read = [read_report(self._keys_of, fields[1]) for _, fields in entries]
-        return Batch(
-            reports=tuple(one for one in read if isinstance(one, Report)),
-            rejected=tuple(one for one in read if isinstance(one, Rejected)),
-            cursor=entries[-1][0].decode() if entries else after,
+            woken = await self._block(
+                "bell", ("BLPOP", *self._keys("bell", "inbox"), limit), wait_s
+            )
+            is_report = woken and woken[0].decode() == self._keys("inbox")[0]
+            batch = await self._take(after, max(1, num_max), woken[1] if is_report else b"")
+        return batch
+
+    async def _take(self, after: str, num_max: int, woken_by: bytes) -> Batch:
+        keys = self._keys("bell", "inbox", "reports", "senders")
+        (prefix,) = self._keys("inbox:")
+        bounds = (NODE_NUM_MAX, NODE_BYTES_MAX, REPORT_BYTES_MAX, LIST_NUM_MAX, LIST_BYTES_MAX)
+        self._turn, saw_all, lists, entries = await self._run(
+            TAKE, keys, (prefix, after, num_max, *bounds, self._turn, woken_by)
         )
+        trimmed = dict[str, int]()
+        if saw_all:
+            self._taken = {one[0].decode(): self._taken.get(one[0].decode(), 0) for one in lists}
+        for name, num, left, dropped in lists:
+            node = name.decode()
+            self._taken[node] = self._taken.get(node, 0) + num
+            if not left:
+                del self._taken[node]
+            if dropped:
+                trimmed[node] = dropped
+        return Batch(
+            entries=tuple(_sent(entry, fields) for entry, fields in entries),
+            is_whole=bool(saw_all)
+            and min(self._taken.values(), default=math.inf) >= WAITED_NUM_MAX,
+            trimmed=trimmed,
+        )
+
+    def read_report(self, sent: Sent) -> Report | Rejected:
+        """The report of an entry, or why it is none: it never raises."""
+        return read_report(self._keys_of, sent)
 
     async def beats(self, nodes: Sequence[str]) -> list[Heartbeat]:
         """The newest heartbeat of each of these nodes that has sent one since the last call."""
@@ -729,11 +836,13 @@ class RedisLog:
             )
 
     async def admit(self, nodes: Mapping[str, int]) -> None:
-        """Give each node (name -> incarnation) its user. If the user is an earlier incarnation's,
-        the connections of that one end. Nothing happens without `identities`."""
+        """Read the lists of these nodes (name -> incarnation) from now on. With `identities`, give
+        each its user: if that is an earlier incarnation's, the connections of that one end."""
+        names = sorted(nodes)
+        if names:
+            await self._ask([("SADD", *self._keys("senders"), *names)])
         if self._identities is None:
             return
-        names = sorted(nodes)
         for start in range(0, len(names), USERS_NUM_MAX):
             some = names[start : start + USERS_NUM_MAX]
             found = await self._ask(
@@ -748,10 +857,15 @@ class RedisLog:
             await self._ask(commands)
 
     async def expel(self, nodes: Iterable[str]) -> None:
-        """Remove the users of these nodes, which ends their connections."""
-        users = [user_name(self._cluster, node) for node in nodes]
-        if users and self._identities is not None:
+        """Remove the users of these nodes, which ends their connections, and what they have sent
+        that is not taken yet."""
+        if not (names := list(nodes)):
+            return
+        if self._identities is not None:
+            users = [user_name(self._cluster, node) for node in names]
             await self._ask([("ACL", "DELUSER", *users)])
+        lists = self._keys(*(f"inbox:{node}" for node in names))
+        await self._ask([("SREM", *self._keys("senders"), *names), ("DEL", *lists)])
 
     async def mark_admitted(self) -> None:
         """Note on the server that every node has its user there: see `has_users`."""
@@ -769,19 +883,27 @@ class RedisLog:
             )
 
     async def has_users(self) -> bool:
-        """Whether the server has the users: a restart loses them, a replica never had them."""
+        """Whether the server has the users: a restart loses them, a replica never had them. Without
+        `identities` there are none, and `admit` only writes again whose lists are read."""
         if self._identities is None:
-            return True
+            return False
         (mark,) = await self._ask([("ACL", "GETUSER", user_name(self._cluster, ""))])
         known = password_hash(self._identities.password("", 0))
         return mark is not None and known.encode() in mark[3]
 
     def _user_command(self, node: str, known: str) -> Command:
         """The command that gives a node its user, with these rights and no others."""
-        inbox, acked, orders, beat, asked, read = self._keys(
-            "inbox", "acked", f"orders:{node}", f"beat:{node}", f"asked:{node}", f"read:{node}"
+        own, bell, shared, acked, orders, beat, asked, read = self._keys(
+            f"inbox:{node}",
+            "bell",
+            "inbox",
+            "acked",
+            f"orders:{node}",
+            f"beat:{node}",
+            f"asked:{node}",
+            f"read:{node}",
         )
-        # Each command has its own keys: XADD to the inbox would make it a stream.
+        # Each command has its own keys: XADD to a list would make it a stream.
         return (
             "ACL",
             "SETUSER",
@@ -790,7 +912,7 @@ class RedisLog:
             "on",
             "#" + known,
             "+select",
-            f"(+rpush %W~{inbox})",
+            f"(+rpush %W~{own} %W~{bell} %W~{shared})",
             f"(+xadd %W~{beat})",
             f"(+xread %R~{orders})",
             f"(+hget %R~{acked})",
@@ -962,21 +1084,18 @@ class RedisLog:
 
     # --- agents ---------------------------------------------------------------------------------
     async def send(self, reports: Sequence[Report]) -> None:
-        """Send reports in order, at least once: on Unavailable or Ambiguous the caller retries.
-        Raises ValueError for a float that is not finite."""
-        wires = [
-            sign_report(
-                self._keys_of(report.source.rpartition("/")[0]), codec.encode_report(report)
-            )
-            for report in reports
-        ]
-        # A list, because an agent may append to it and can do nothing else with that right. With
-        # XADD it could also choose an id above all others, or remove the reports of other nodes.
-        (key,) = self._keys("inbox")
-        for start in range(0, len(wires), SEND_NUM_MAX):
-            await self._ask(
-                [("RPUSH", key, *wires[start : start + SEND_NUM_MAX])], repeatable=False
-            )
+        """Send reports of one node in order, at least once: on Unavailable or Ambiguous the caller
+        retries. Raises ValueError for a float that is not finite."""
+        # Lists, because an agent may append to them and can do nothing else with that right. With
+        # XADD it could also choose an id above all others.
+        for start in range(0, len(reports), SEND_NUM_MAX):
+            some = reports[start : start + SEND_NUM_MAX]
+            node = some[0].source.rpartition("/")[0]
+            key = self._keys_of(node)
+            wires = [sign_report(key, codec.encode_report(one)) for one in some]
+            inbox, bell = self._keys(f"inbox:{node}" if self._has_lists else "inbox", "bell")
+            wake: list[Command] = [("RPUSH", bell, "")] if self._has_lists else []
+            await self._ask([("RPUSH", inbox, *wires), *wake], repeatable=False)
 
     async def acked(self, source: str) -> int:
         """The highest source_seq of this source that is in the log, 0 for none."""

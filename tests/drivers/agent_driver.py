@@ -160,9 +160,11 @@ class Leader:
                     self._last = {r.source: r.source_seq for r in self.records}
                     cursor, self.epoch = await self.log.cursor(), epoch
                 batch = await self.log.take(after=cursor, num_max=100, wait_s=0.2)
-                for report in batch.reports:
-                    await self._take(report)
-                cursor = batch.cursor
+                for sent in batch.entries:
+                    report = self.log.read_report(sent)
+                    if isinstance(report, Report):
+                        await self._take(report)
+                    cursor = sent.cursor
             except (Unavailable, Ambiguous):
                 self.epoch = 0
                 await asyncio.sleep(0.05)
@@ -382,6 +384,7 @@ class PlaneStub:
             return web.json_response({"error": "no", "hint": ""}, status=self.refusal)
         if token != TOKEN and (TOKEN, token) not in self.joined:
             return web.json_response({"error": "wrong token", "hint": ""}, status=401)
+        await self.log.admit({request_body["node"]: request_body["incarnation"]})
         return web.json_response(
             {
                 "redis_url": self._redis_url,
@@ -390,6 +393,7 @@ class PlaneStub:
                 "epoch": self.leader.epoch,
                 "key": self.identities.key(request_body["node"]).hex(),
                 "agent_gone_s_max": self.gone_s,
+                "has_lists": True,
             }
         )
 

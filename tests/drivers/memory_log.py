@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 
 from msgspec import msgpack
 from unicron.events.errors import Ambiguous, Conflict, Fenced, Leased, Unavailable
-from unicron.events.log.port import Batch, FilePart, Heartbeat, SentOrder
+from unicron.events.log.port import Batch, FilePart, Heartbeat, Sent, SentOrder
 from unicron.events.records import codec
 from unicron.events.records.envelope import Record, Report, order_nodes
 
@@ -160,7 +160,7 @@ class MemoryLog:
         return self._reply(self._outcome("cursor"), self._cursor)
 
     async def take(self, *, after: str, num_max: int, wait_s: float) -> Batch:
-        """Reports after `after`; wait at most `wait_s` for the first."""
+        """Entries after `after`; wait at most `wait_s` for the first. There is one list here."""
         outcome = self._outcome("take")
         start = _id(after)[1]
 
@@ -173,10 +173,17 @@ class MemoryLog:
         first = bisect.bisect_right(self._reports, start, key=lambda entry: entry[0])
         found = self._reports[first : first + num_max]
         batch = Batch(
-            reports=tuple(codec.decode_report(wire) for _, wire in found),
-            cursor=f"0-{found[-1][0]}" if found else after,
+            entries=tuple(
+                Sent(cursor=f"0-{number}", node="", data=wire, num_bytes=len(wire))
+                for number, wire in found
+            ),
+            is_whole=len(self._reports) - first < num_max,
         )
         return self._reply(outcome, batch)
+
+    def read_report(self, sent: Sent) -> Report:
+        """The report: nothing is signed here."""
+        return codec.decode_report(sent.data)
 
     async def beats(self, nodes: Sequence[str]) -> list[Heartbeat]:
         """The newest heartbeat of each of these nodes that has sent one."""

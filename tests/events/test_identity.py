@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 import pytest
 import redis
+from intake import take
 from redis.exceptions import NoPermissionError
 from structlog.testing import capture_logs
 from unicron.events.errors import LogError, Unavailable, UsageError
@@ -27,7 +28,7 @@ from unicron.events.log.identity import (
     store_secret,
     with_credentials,
 )
-from unicron.events.log.port import FilePart, FileRequest
+from unicron.events.log.port import FilePart, FileRequest, Rejected
 from unicron.events.log.redis_streams import RedisLog
 from unicron.events.records import codec, decisions, orders, reports
 from unicron.events.records.codec import UnknownBody
@@ -93,17 +94,16 @@ async def leader_of(server: Server) -> AsyncGenerator[RedisLog]:
 
 
 async def taken(leader: RedisLog, after: str = "0-0") -> list[Report]:
-    return list((await leader.take(after=after, num_max=99, wait_s=0)).reports)
+    return list(await take(leader, after))
 
 
 async def test_an_agent_can_do_what_it_must(own_server: Server) -> None:
     async with leader_of(own_server) as leader:
         one = agent(own_server, "n1", N1)
-        waiting = asyncio.create_task(leader.take(after="0-0", num_max=9, wait_s=20.0))
+        waiting = asyncio.create_task(take(leader, wait_s=20.0))
         await one.beat("n1", N1)
         await one.send([report(source_seq=1), report(source_seq=2)])
-        # The leader waits for one report; all that were sent with it come at once.
-        assert [r.source_seq for r in (await waiting).reports] == [1, 2]
+        assert [r.source_seq for r in await waiting] == [1, 2]
         assert [beat.node for beat in await leader.beats(["n1", "n2"])] == ["n1"]
         assert await leader.beats(["n1", "n2"]) == [], "a heartbeat is returned once"
         epoch = await leader.start_epoch("x")
@@ -144,7 +144,7 @@ async def test_an_agent_reads_a_file_for_the_control_plane(own_server: Server) -
 def forbidden() -> list[tuple[Any, ...]]:
     """Each step of an attack with the credentials of n2's agent."""
     log, mine, his = KEY + "log", KEY + "orders:n2", KEY + "orders:n1"
-    inbox, stream = KEY + "inbox", KEY + "reports"
+    inbox, his_inbox, stream = KEY + "inbox:n2", KEY + "inbox:n1", KEY + "reports"
     return [
         ("XRANGE", log, "-", "+"),
         ("XREAD", "STREAMS", log, "0"),
@@ -163,6 +163,12 @@ def forbidden() -> list[tuple[Any, ...]]:
         ("DEL", inbox),
         ("LTRIM", inbox, 1, 0),
         ("LMOVE", inbox, inbox, "LEFT", "RIGHT"),
+        ("RPUSH", his_inbox, "x"),
+        ("LPUSH", inbox, "x"),
+        ("BLPOP", KEY + "bell", 1),
+        ("LPOP", KEY + "inbox"),
+        ("SADD", KEY + "senders", "n3"),
+        ("SREM", KEY + "senders", "n1"),
         ("XREAD", "STREAMS", stream, "0"),
         ("XADD", stream, "*", "r", "x"),
         ("XADD", stream, "18446744073709551615-18446744073709551615", "r", "x"),
@@ -270,17 +276,22 @@ async def test_an_agent_cannot_speak_for_another(own_server: Server) -> None:
             IDENTITIES.key("n1") + good,
             identity.sign_order(key, "1-1", good) + good,
         ]
-        with Redis.from_url(url_of(own_server, "n2", N2)) as attacker:
-            attacker.rpush(KEY + "inbox", *wires)
-            await two.send([report("n2")])
-            batch = await leader.take(after="0-0", num_max=99, wait_s=0)
-        assert batch.reports == (report("n2"),)
-        assert await taken(leader, batch.cursor) == [], "the cursor is behind the dropped ones"
-        assert [one.data for one in batch.rejected] == wires
-        assert not any(
-            secret in str([one.why for one in batch.rejected])
-            for secret in (key.hex(), repr(key), IDENTITIES.password("n2", N2))
-        )
+        cursor = "0-0"
+        for inbox in ("inbox:n2", "inbox"):
+            with Redis.from_url(url_of(own_server, "n2", N2)) as attacker:
+                attacker.rpush(KEY + inbox, *wires)
+            found = list[Report | Rejected]()
+            while batch := (await leader.take(after=cursor, num_max=99, wait_s=0)).entries:
+                cursor = batch[-1].cursor
+                found += map(leader.read_report, batch)
+            rejected = [one for one in found if isinstance(one, Rejected)]
+            assert [one.data for one in rejected] == wires == [one.data for one in found]
+            assert not any(
+                secret in str([one.why for one in rejected])
+                for secret in (key.hex(), repr(key), IDENTITIES.password("n2", N2))
+            )
+        await two.send([report("n2")])
+        assert await taken(leader, cursor) == [report("n2")], "the cursor is behind the dropped"
         await two.close()
 
 
@@ -474,7 +485,8 @@ async def test_the_users_as_the_server_lists_them(own_server: Server) -> None:
     for line, node in zip(users[1:], ("n1", "n2"), strict=True):
         rights = line.partition(" -@all ")[2]
         assert rights.replace(" resetchannels -@all", "") == (
-            f"+select (%W~{KEY}inbox +rpush) (%W~{KEY}beat:{node} +xadd) "
+            f"+select (%W~{KEY}inbox:{node} %W~{KEY}bell %W~{KEY}inbox +rpush) "
+            f"(%W~{KEY}beat:{node} +xadd) "
             f"(%R~{KEY}orders:{node} +xread) (%R~{KEY}acked +hget) "
             f"(~{KEY}asked:{node} +blpop) (%W~{KEY}read:{node} +rpush)"
         ), line

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from intake import reports_of, take
 from memory_log import MemoryLog, Outcome
 from unicron.events.errors import Ambiguous, Conflict, Fenced, Leased, Unavailable, UsageError
 from unicron.events.log.redis_streams import RedisLog
@@ -97,7 +98,7 @@ async def test_an_empty_log(log: RedisLog) -> None:
     assert await log.acked("n1/7") == 0
     assert await log.beats(["n1"]) == []
     assert await log.orders("n1", after="0-0", wait_s=0) == []
-    assert (await log.take(after="0-0", num_max=9, wait_s=0)).reports == ()
+    assert await take(log) == ()
     await log.trim_reports(before="0-0")
 
 
@@ -264,34 +265,39 @@ async def test_rebuilt_orders_replace_all_streams_and_are_read_again(
 
 async def test_reports_are_taken_in_order_behind_a_cursor(log: RedisLog, agent: RedisLog) -> None:
     sent = [report(number) for number in range(1, 8)]
+    await log.admit({"n1": 7})
     await agent.send([])
     await agent.send(sent[:5])
     await agent.send(sent[5:])
     first = await log.take(after="0-0", num_max=3, wait_s=0)
-    assert list(first.reports) == sent[:3]
-    rest = await log.take(after=first.cursor, num_max=99, wait_s=0)
-    assert list(rest.reports) == sent[3:]
-    assert (await log.take(after=rest.cursor, num_max=9, wait_s=0)).cursor == rest.cursor
-    await log.trim_reports(before=first.cursor)
-    assert list((await log.take(after="0-0", num_max=99, wait_s=0)).reports) == sent[3:]
-    await log.trim_reports(before=rest.cursor)
+    assert list(reports_of(log, first)) == sent[:3]
+    assert not first.is_whole
+    cursor = first.entries[-1].cursor
+    rest = await log.take(after=cursor, num_max=99, wait_s=0)
+    assert list(reports_of(log, rest)) == sent[3:]
+    assert rest.is_whole
+    await log.trim_reports(before=cursor)
+    assert list(await take(log)) == sent[3:]
+    cursor = rest.entries[-1].cursor
+    assert await take(log, cursor) == ()
+    await log.trim_reports(before=cursor)
     await agent.send([report(8)])
-    after_trim = await log.take(after=rest.cursor, num_max=99, wait_s=0)
-    assert [r.source_seq for r in after_trim.reports] == [8]
+    assert [one.source_seq for one in await take(log, cursor)] == [8]
 
 
 async def test_a_blocking_take_ends_with_a_report_or_a_timeout(
     log: RedisLog, agent: RedisLog
 ) -> None:
+    await log.admit({"n1": 7})
     start = time.monotonic()
-    assert (await log.take(after="0-0", num_max=9, wait_s=0.3)).reports == ()
+    assert await take(log, wait_s=0.3) == ()
     assert time.monotonic() - start > 0.25
-    waiting = asyncio.create_task(log.take(after="0-0", num_max=9, wait_s=20.0))
+    waiting = asyncio.create_task(take(log, wait_s=20.0))
     await asyncio.sleep(0.1)
     start = time.monotonic()
     assert await log.cursor() == "0-0", "other calls must not wait for take"
     await agent.send([report(1)])
-    assert [r.source_seq for r in (await waiting).reports] == [1]
+    assert [r.source_seq for r in await waiting] == [1]
     assert time.monotonic() - start < 18.0
 
 
@@ -317,8 +323,9 @@ async def test_a_cancelled_wait_leaves_the_client_usable(log: RedisLog) -> None:
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
+    await log.admit({"n1": 7})
     await log.send([report(1)])
-    assert len((await log.take(after="0-0", num_max=9, wait_s=5.0)).reports) == 1
+    assert len(await take(log, wait_s=5.0)) == 1
 
 
 async def test_beats_keep_the_newest_incarnation(log: RedisLog, agent: RedisLog) -> None:
@@ -343,7 +350,7 @@ async def test_a_non_finite_number_is_refused(log: RedisLog) -> None:
     with pytest.raises(ValueError, match="silence_s is nan"):
         await log.send([Report(source="a/1", source_seq=1, occurred_s=0.0, body=bad)])
     assert await log.last_seq() == 0
-    assert (await log.take(after="0-0", num_max=9, wait_s=0)).reports == ()
+    assert await take(log) == ()
 
 
 async def test_two_leaders_race_and_nothing_is_lost_or_doubled(opened: Open) -> None:
@@ -419,12 +426,12 @@ def test_a_day_of_waiting_takes_no_time() -> None:
         loop = asyncio.get_running_loop()
         log = MemoryLog(clock=loop.time)
         start = time.monotonic()
-        assert (await log.take(after="0-0", num_max=9, wait_s=86400.0)).reports == ()
+        assert await take(log, wait_s=86400.0) == ()
         assert loop.time() == pytest.approx(86400.0)
         await log.beat("n1", 1)
         waiting = [
-            asyncio.create_task(log.take(after="0-0", num_max=9, wait_s=100.0)),
-            asyncio.create_task(log.take(after="0-0", num_max=9, wait_s=10.0)),
+            asyncio.create_task(take(log, wait_s=100.0)),
+            asyncio.create_task(take(log, wait_s=10.0)),
         ]
         orders = asyncio.create_task(log.orders("n1", after="0-0", wait_s=100.0))
         await asyncio.sleep(20.0)
@@ -432,7 +439,7 @@ def test_a_day_of_waiting_takes_no_time() -> None:
         await log.send([report(1)])
         epoch = await log.start_epoch("x")
         await log.append([order(1, epoch, "n1")], epoch=epoch, expect=0, cursor="", acked={})
-        assert len((await waiting[0]).reports) == 1
+        assert len(await waiting[0]) == 1
         assert len(await orders) == 1
         assert loop.time() == pytest.approx(86420.0)
         assert (await log.beats(["n1"]))[0].age_s == pytest.approx(20.0)
@@ -466,7 +473,7 @@ def test_injected_faults(outcome: Outcome, error: type[Exception], stands: bool)
         faults["send"] = outcome
         with pytest.raises(error):
             await log.send([report(1)])
-        assert len((await log.take(after="0-0", num_max=9, wait_s=0)).reports) == int(stands)
+        assert len(await take(log)) == int(stands)
         faults["start_epoch"] = outcome
         with pytest.raises(error):
             await log.start_epoch("y")

@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 import redis
+from intake import take
 from structlog.testing import capture_logs
 from unicron.events.errors import Ambiguous, CorruptLog, Unavailable, UsageError
 from unicron.events.log import embedded_server
 from unicron.events.log import redis_streams as redis_log_module
 from unicron.events.log.identity import SECRET_BYTES, Identities
+from unicron.events.log.port import Rejected
 from unicron.events.log.redis_streams import RedisLog
 from unicron.events.records import reports
 from unicron.events.records.envelope import Record, Report
@@ -174,8 +176,8 @@ async def test_a_send_without_a_reply_is_ambiguous_and_may_be_sent_again(
         with pytest.raises(Ambiguous):
             await log.send([report(1), report(2)])
         await log.send([report(1), report(2)])
-        taken = (await log.take(after="0-0", num_max=9, wait_s=0)).reports
-        assert [r.source_seq for r in taken] == [1, 2, 1, 2]
+        await log.admit({"n1": 7})
+        assert [r.source_seq for r in await take(log)] == [1, 2, 1, 2]
 
 
 @pytest.mark.parametrize("fate", ["lose replies", "lose requests"])
@@ -230,24 +232,26 @@ async def test_a_server_without_replies_is_given_up(
 async def test_a_blocking_read_outlives_the_default_socket_timeout(redis_log: Any) -> None:
     """redis-py's default timeout is 5 s; a read that blocks longer must end with its report."""
     async with redis_log() as log, redis_log() as agent:
+        await log.admit({"n1": 7})
         start = time.monotonic()
-        waiting = asyncio.create_task(log.take(after="0-0", num_max=9, wait_s=30.0))
+        waiting = asyncio.create_task(take(log, wait_s=30.0))
         await asyncio.sleep(5.5)
         await agent.send([report(1)])
-        assert [r.source_seq for r in (await waiting).reports] == [1]
+        assert [r.source_seq for r in await waiting] == [1]
         assert time.monotonic() - start < 29.0, "the report must end the read"
 
 
 async def test_a_poll_does_not_wait_for_a_blocking_take(log: RedisLog) -> None:
     """The leader reads the whole intake before it checks deadlines, which must not be delayed."""
     await log.start_epoch("a")
-    waiting = asyncio.create_task(log.take(after="0-0", num_max=9, wait_s=30.0))
+    await log.admit({"n1": 7})
+    waiting = asyncio.create_task(take(log, wait_s=30.0))
     await asyncio.sleep(0.2)
     for _ in range(3):
-        assert (await log.take(after="0-0", num_max=9, wait_s=0.0)).reports == ()
+        assert await take(log) == ()
     assert not waiting.done()
     await log.send([report(1)])
-    assert len((await waiting).reports) == 1
+    assert len(await waiting) == 1
 
 
 async def test_close_ends_a_call_that_blocks(log: RedisLog) -> None:
@@ -339,12 +343,15 @@ async def test_invalid_records_are_named_and_invalid_reports_skipped(
     await put(log, *(record(seq, epoch) for seq in range(1, 6)))
     prefix = f"{{unicron:{redis_log.name}}}:"
     with Redis.from_url(server.url) as client:
+        await log.admit({"n1": 7})
         await log.send([report(1)])
-        client.rpush(prefix + "inbox", b"\xff nonsense")
+        client.rpush(prefix + "inbox:n1", b"\xff nonsense")
         await log.send([report(2)])
         batch = await log.take(after="0-0", num_max=9, wait_s=0)
-        assert [r.source_seq for r in batch.reports] == [1, 2]
-        assert [one.data for one in batch.rejected] == [b"\xff nonsense"]
+        first, junk, last = map(log.read_report, batch.entries)
+        assert (first, last) == (report(1), report(2))
+        assert isinstance(junk, Rejected)
+        assert (junk.source, junk.data) == ("n1", b"\xff nonsense")
         client.xdel(prefix + "log", f"{epoch}-3")
         with pytest.raises(CorruptLog) as gap:
             await log.read(after=0, num_max=99)

@@ -382,7 +382,9 @@ async def _rejoin(
     except UsageError as error:
         _log.warning("cannot ask where the log is", why=str(error))
         return
-    if now.cluster == joined.cluster and await log.move(url, _keys_of(now)):
+    if now.cluster == joined.cluster and await log.move(
+        url, _keys_of(now), has_lists=now.has_lists
+    ):
         _log.info("the log has moved", cluster=now.cluster)
 
 
@@ -477,7 +479,7 @@ def _keys_of(joined: Joined) -> Keys:
 async def _connect(url: str, joined: Joined, ca: str, source: str) -> RedisLog:
     """Raises UsageError if the server is unreachable, or refuses this agent, for CONNECT_S_MAX."""
     deadline, num_tries = time.monotonic() + CONNECT_S_MAX, 0
-    log = RedisLog(url, joined.cluster, _keys_of(joined), ca=ca)
+    log = RedisLog(url, joined.cluster, _keys_of(joined), ca=ca, has_lists=joined.has_lists)
     while True:
         try:
             await log.acked(source)

@@ -393,6 +393,7 @@ async def test_an_agent_joins(site: Site) -> None:
         "key": IDENTITIES.key("n1").hex(),
         "redact": list(REDACT),
         "agent_gone_s_max": 60.0,
+        "has_lists": True,
         "version": __version__,
     }
     for name in ("No Name", "operator", "leader"):

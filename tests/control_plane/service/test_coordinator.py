@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -21,6 +24,7 @@ from unicron.control_plane.decide.replay import verify
 from unicron.control_plane.fold.fold import fold
 from unicron.control_plane.server import steady_clock
 from unicron.control_plane.service.coordinator import Coordinator, Limits
+from unicron.control_plane.service.dead_letters import DeadLetters
 from unicron.control_plane.service.leader import LEASE_S
 from unicron.control_plane.state.cluster import DECIDER_VERSION, ClusterState, state_hash
 from unicron.events.errors import Fenced, NewerLog, Unavailable, UsageError
@@ -75,10 +79,17 @@ async def leading(
     clock: Callable[[], float] = virtual_clock,
     policy: Policy = POLICY,
     limits: Limits | None = None,
+    dead_letters: DeadLetters | None = None,
 ) -> AsyncIterator[Coordinator]:
     """A coordinator that leads. At the end it is cancelled, as if its process had died."""
     coordinator = Coordinator(
-        log, clock=clock, nonce=nonce, code="test", policy=policy, limits=limits or Limits()
+        log,
+        clock=clock,
+        nonce=nonce,
+        code="test",
+        policy=policy,
+        limits=limits or Limits(),
+        dead_letters=dead_letters,
     )
     task = asyncio.create_task(coordinator.run())
     try:
@@ -156,8 +167,11 @@ async def test_a_write_is_answered_with_its_seq_and_written_once(log: MemoryLog)
 
 @virtual
 async def test_an_agent_cannot_report_about_another_nodes_process(log: MemoryLog) -> None:
-    """Such a report has no effect, and its number stays free for the agent's next report."""
-    async with leading(log) as leader:
+    """Such a report is a dead letter, and lost; its source goes on. So is one of a node that has
+    not joined, whose source stays unknown."""
+    folder = Path(tempfile.mkdtemp())
+    letters = DeadLetters(folder / "letters.jsonl")
+    async with leading(log, dead_letters=letters) as leader:
         await log.send([reported(1, joined()), reported(1, joined("n2"), "n2/1")])
         await until(log, "NodeJoined")
         task = await leader.write("x", job(slots=4))
@@ -168,19 +182,29 @@ async def test_an_agent_cannot_report_about_another_nodes_process(log: MemoryLog
         his = next(record for record in started if record.body.nodes == ("n1",))
         ended: dict[str, Any] = {"task": task, "pid": 0, "exit_code": 1, "signal": None}
         assert isinstance(his.body, StartRank)
-        with capture_logs() as logged:
-            await log.send(
-                [
-                    reported(2, r.RankExited(rank=his.body.rank, attempt=1, **ended), "n2/1"),
-                    reported(2, r.OrderRefused(node="n2", order=his.seq, why=""), "n2/1"),
-                    reported(2, r.RankExited(rank=mine.rank, attempt=1, **ended), "n2/1"),
-                ]
-            )
-            records = await until(log, "RankExited")
-        exits = [record.body for record in records if isinstance(record.body, r.RankExited)]
-        assert [(exit.task, exit.rank) for exit in exits] == [(task, mine.rank)]
-        assert "OrderRefused" not in kinds(records)
-        assert len(logged) == 1, "one line a second"
+        await log.send(
+            [
+                reported(1, r.RankExited(rank=mine.rank, attempt=1, **ended), "evil/1"),
+                reported(2, r.RankExited(rank=his.body.rank, attempt=1, **ended), "n2/1"),
+                reported(3, r.OrderRefused(node="n2", order=his.seq, why=""), "n2/1"),
+                reported(4, r.RankExited(rank=mine.rank, attempt=1, **ended), "n2/1"),
+            ]
+        )
+        records = await until(log, "RankExited")
+        state = await leader.settled()
+    exits = [record.body for record in records if isinstance(record.body, r.RankExited)]
+    assert [(exit.task, exit.rank) for exit in exits] == [(task, mine.rank)]
+    assert "OrderRefused" not in kinds(records)
+    assert state.reports_lost == 2
+    assert "evil/1" not in state.sources
+    lines = (folder / "letters.jsonl").read_text().splitlines()
+    shutil.rmtree(folder)
+    whys = [json.loads(one)["why"] for one in lines]
+    assert whys == [
+        "RankExited 1: node evil has not joined",
+        f"RankExited 2: process 1 of rank {his.body.rank} of task {task} is on n1",
+        f"OrderRefused 3: order {his.seq} is not to n2",
+    ]
 
 
 @virtual
@@ -520,7 +544,7 @@ async def test_a_deadline_waits_for_the_backlog(log: MemoryLog) -> None:
         async def no_reports(*, after: str, num_max: int, wait_s: float) -> Batch:
             if wait_s > 0:
                 await asyncio.sleep(8.0)
-                return Batch(reports=(), cursor=after)
+                return Batch(entries=(), is_whole=True)
             return await take(after=after, num_max=num_max, wait_s=wait_s)
 
         log.take = no_reports  # type: ignore[method-assign]
@@ -723,6 +747,7 @@ def test_on_a_real_server_a_report_wakes_the_leader(redis_log: Any) -> None:
     async def main() -> None:
         async with redis_log() as log, redis_log() as agent:
             async with leading(log, "a", clock=real_clock) as leader:
+                await log.admit({"n1": 1})
                 await agent.send([reported(1, joined())])
                 await until(agent, "NodeJoined", s_max=10.0)
                 spans: list[float] = []
@@ -993,6 +1018,7 @@ async def test_a_replica_that_is_gone_stops_the_acknowledgements_and_not_the_log
         task = asyncio.create_task(coordinator.run())
         while not coordinator.leading:
             await asyncio.sleep(0.1)
+        await log.admit({"n1": 1})
         await agent.send([reported(1, joined())])
         await until(log, "NodeJoined")
         started = next(x for x in await log.read(after=0, num_max=9) if x.kind == "EpochStarted")

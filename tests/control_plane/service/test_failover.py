@@ -55,6 +55,7 @@ class Load:
             node: Outbox(self.logs[node], LogLink(), Spool(f"{node}/1", node, time.time))
             for node in NODES
         }
+        await self.logs["a"].admit(dict.fromkeys(NODES, 1))
         for node, box in outboxes.items():
             box.put(r.NodeJoined(node=node, incarnation=1, host="h", pid=1, num_slots=500))
         tasks = [

@@ -45,6 +45,8 @@ class Joined(Struct, frozen=True, kw_only=True):
     version: str = ""
     cluster_id: str = ""
     """Distinguishes clusters of the same name; "": told by an older control plane."""
+    has_lists: bool = False
+    """Whether it reads a list of each node; one of release 0.3.0 reads one list of all."""
 
 
 class _Problem(Struct, frozen=True):
