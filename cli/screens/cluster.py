@@ -11,6 +11,7 @@ from .nodes import recovers, slot_use
 from .task import computed, waits
 
 INCIDENTS_SHOWN_NUM = 3
+OLD_AGENTS_SHOWN_NUM = 8
 ENDED_SHOWN_NUM = 8
 FAILED_SHOWN_NUM = OUTAGES_SHOWN_NUM = 3
 ROWS_NUM_MAX, ROWS_NUM_MIN = 40, 3
@@ -249,8 +250,18 @@ def _totals(view: Plain, now_s: float) -> list[str]:
         + (", ".join(f"{num} {name}" for name, num in sorted(health.items())) or "none"),
         f"log    {whose} epoch {cluster['epoch']}{behind}, {fmt.count(cluster['seq'])} records"
         f"{lost}, healing {cluster['healing'].partition(':')[0]}, {cluster['hash']}",
+        *_old_agents(cluster),
         *["insecure: what passes between hosts is not encrypted"] * cluster.get("insecure", False),
     ]
+
+
+def _old_agents(cluster: Plain) -> list[str]:
+    """A line if agents are of release 0.3.0, and the leader reads a list that they share."""
+    old: list[str] = cluster.get("old_agents", [])
+    if not old:
+        return []
+    names = " ".join(old[:OLD_AGENTS_SHOWN_NUM]) + " ..." * (len(old) > OLD_AGENTS_SHOWN_NUM)
+    return [f"agents of release 0.3.0, to be upgraded: {names}"]
 
 
 def _spare_slots(plan: Plain | None) -> int:

@@ -240,6 +240,7 @@ class HttpApi:
             "name": self._address.cluster,
             "follows": "" if at else self._coordinator.leader_url,
             "followers": [] if at else self._coordinator.followers,
+            "old_agents": [] if at else sorted(self._coordinator.old_agents),
             "insecure": self._address.insecure,
             "ca": self._certificate.ca if self._certificate else "",
         }

@@ -298,6 +298,12 @@ ClusterView = TypedDict(
         "num_slots": int,
         "num_tasks": int,
         "reports_lost": int,
+        "old_agents": Annotated[
+            list[str],
+            Meta(
+                description="Nodes whose agents are of release 0.3.0, and share one list of reports"
+            ),
+        ],
         "num_open_orders": int,
         "computed_by": int,
         "healing": str,

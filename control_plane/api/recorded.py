@@ -36,6 +36,7 @@ class Recorded:
         self._records, self._state, self.first_seq = records, state, first_seq
         self.epoch, self.seq, self.now_s = state.epoch, state.seq, state.at_s
         self.followers = list[str]()
+        self.old_agents = set[str]()
 
     async def settled(self) -> ClusterState:
         return self._state

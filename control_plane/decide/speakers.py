@@ -73,7 +73,7 @@ def _of_member(state: ClusterState, node: str, body: Any) -> str:
     task = state.tasks.get(body.task)
     if task is None or body.generation != task.generation:
         return ""
-    if any(member.node == node for member in task.members):
+    if node in task.member_nodes:
         return ""
     return f"no member of generation {task.generation} of task {task.id} is on {node}"
 

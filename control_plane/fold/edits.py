@@ -451,6 +451,8 @@ def end_pause(state: ClusterState, task: Task) -> None:
 def set_members(task: Task, members: tuple[Member, ...]) -> None:
     """Set the members of the task's generation, and their positions."""
     task.members = members
+    if members:
+        task.member_nodes = sorted({member.node for member in members})
     task.positions = {member.rank: position for position, member in enumerate(members)}
 
 

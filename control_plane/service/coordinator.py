@@ -180,6 +180,11 @@ class Coordinator:
         return self._outages.in_words(self._leader.now_s(), hangs_too=self.leading)
 
     @property
+    def old_agents(self) -> set[str]:
+        """Nodes whose agents are of release 0.3.0: they share one list of reports."""
+        return self._leader.old_agents if self.leading else set()
+
+    @property
     def num_spooled(self) -> int:
         """Reports that wait on the agents, as of their heartbeats; 0 if it follows."""
         return self._leases.num_spooled(self._leader.state) if self.leading else 0

@@ -83,6 +83,8 @@ class Leader:
         """How long the last decision with a plan took."""
         self.answers: dict[str, int] = {}
         """Operator's source -> seq of its first report, for the latest NUM_REQUESTS_MAX sources."""
+        self.old_agents: set[str] = set()
+        """Nodes whose last report was in the list that agents of release 0.3.0 share."""
 
     def now_s(self) -> float:
         """The clock, but never before the log's last time: another host's clock may be ahead."""
@@ -268,6 +270,10 @@ class Leader:
         report = self._log.read_report(sent)
         if isinstance(report, Rejected):
             return report
+        if not sent.node:
+            self.old_agents.add(report.source.rpartition("/")[0])
+        else:
+            self.old_agents.discard(sent.node)
         return self._unfit.get((report.source, report.source_seq), report)
 
     def _decide(self, report: Report, at_s: float, rejected: list[Rejected]) -> list[Record]:

@@ -352,6 +352,8 @@ class Task(Struct, kw_only=True):
     """Of a command: how often all processes were started."""
     generation: int = 0
     members: tuple[Member, ...] = ()
+    member_nodes: list[str] = field(default_factory=list[str])
+    """The nodes of the generation's members, also once it has ended: agents may report late."""
     positions: dict[int, int] = field(default_factory=dict[int, int])
     """By rank: its position among `members`."""
     axes: Axes | None = None

@@ -13,7 +13,8 @@ from typing import Literal, TypeVar
 
 from msgspec import msgpack
 from unicron.events.errors import Ambiguous, Conflict, Fenced, Leased, Unavailable
-from unicron.events.log.port import Batch, FilePart, Heartbeat, Sent, SentOrder
+from unicron.events.log.identity import report_error
+from unicron.events.log.port import Batch, FilePart, Heartbeat, Rejected, Sent, SentOrder
 from unicron.events.records import codec
 from unicron.events.records.envelope import Record, Report, order_nodes
 
@@ -174,16 +175,23 @@ class MemoryLog:
         found = self._reports[first : first + num_max]
         batch = Batch(
             entries=tuple(
-                Sent(cursor=f"0-{number}", node="", data=wire, num_bytes=len(wire))
+                Sent(
+                    cursor=f"0-{number}",
+                    node=codec.decode_report(wire).source.rpartition("/")[0],
+                    data=wire,
+                    num_bytes=len(wire),
+                )
                 for number, wire in found
             ),
             is_whole=len(self._reports) - first < num_max,
         )
         return self._reply(outcome, batch)
 
-    def read_report(self, sent: Sent) -> Report:
-        """The report: nothing is signed here."""
-        return codec.decode_report(sent.data)
+    def read_report(self, sent: Sent) -> Report | Rejected:
+        """The report, or why its node may not send it. Nothing is signed here."""
+        report = codec.decode_report(sent.data)
+        why = report_error(lambda node: b"", report, b"", sent.data, sent.node)
+        return Rejected(why=why, source=report.source, data=sent.data) if why else report
 
     async def beats(self, nodes: Sequence[str]) -> list[Heartbeat]:
         """The newest heartbeat of each of these nodes that has sent one."""

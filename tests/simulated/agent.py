@@ -173,8 +173,9 @@ class SimulatedAgent:
         return self._goes_on.is_set()
 
     def say(self, body: Body) -> None:
-        """Spool a report. The agent sends it until the log acknowledges it."""
-        if not self.alive:
+        """Spool a report. The agent sends it until the log acknowledges it. NodeJoined is the
+        first: what watches the node begins behind it."""
+        if not self.alive or not (self._told or isinstance(body, r.NodeJoined)):
             return
         self._told += 1
         self.spool.append(

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from memory_log import MemoryLog
 from unicron.events.errors import Ambiguous, LogError, Unavailable
-from unicron.events.log.port import SentOrder
+from unicron.events.log.port import Rejected, Sent, SentOrder
 from unicron.events.records.envelope import Record, Report
 
 CALL_S_MAX = 5.0
@@ -149,6 +149,10 @@ class LeaderLog:
             return reply
 
         return passed
+
+    def read_report(self, sent: Sent) -> Report | Rejected:
+        """No call of the server."""
+        return self._log.read_report(sent)
 
     async def admit(self, nodes: Mapping[str, int]) -> None:
         """Do nothing: every simulated agent may use the log."""

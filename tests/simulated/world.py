@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -15,10 +16,12 @@ from simulated.log_link import NO_FAULTS, SimulatedLogLink
 from simulated.witness import Witness
 from unicron.control_plane.incidents.hangs import STALLED
 from unicron.control_plane.service.coordinator import Coordinator
+from unicron.control_plane.service.dead_letters import DeadLetters
 from unicron.control_plane.state.cluster import ClusterState, state_hash
 from unicron.control_plane.state.task import Task
 from unicron.control_plane.throughput.layout_search import modelled
 from unicron.events.errors import Ambiguous, Conflict, Fenced, SpecError, Unavailable
+from unicron.events.log.port import Rejected
 from unicron.events.log.redis_streams import RedisLog
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
@@ -56,6 +59,13 @@ POLICY = Policy(
     allow_inject=True,
     quarantine_s=20.0,
 )
+
+
+class NoLetters(DeadLetters):
+    """Whatever happens to them, no simulated agent says what it may not say."""
+
+    def keep(self, rejected: Sequence[Rejected]) -> None:
+        assert not rejected, rejected
 
 
 class World:
@@ -205,6 +215,7 @@ class World:
             code="paper",  # type: ignore[arg-type]
             policy=self.policy,
             jitter=random.Random(f"{self.seed} {name}"),
+            dead_letters=NoLetters(),
         )
         task = asyncio.create_task(self._lead(name, coordinator), name=name)
         self.leaders[name] = coordinator, port, task
