@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-import json
 import os
 import re
 import secrets
@@ -23,6 +22,7 @@ from aiohttp import web
 from msgspec import Struct
 from unicron import __version__
 
+from ...events.decoding import from_msgpack, from_strict_json
 from ...events.detached_thread import aside
 from ...events.errors import LogError, Pruned, SpecError, UnicronError, UsageError
 from ...events.log.identity import RESERVED_NAMES, Identities, user_name, with_credentials
@@ -530,7 +530,7 @@ class HttpApi:
                 f"the agent of {node} did not check {what}: {part.error}",
                 "an agent of an older version cannot; nothing was done",
             )
-        return msgspec.msgpack.decode(part.data, type=dict[int, str])
+        return from_msgpack(part.data, dict[int, str])
 
     async def plan(self, call: Call[messages.Moment, None]) -> web.Response:
         """The plan with its explanation."""
@@ -1003,8 +1003,7 @@ async def _key(request: web.Request) -> str:
 
 
 async def _body(request: web.Request) -> Any:
-    """The JSON body, strict: no duplicate keys, no NaN, no lone surrogate (`"\\ud800"` is JSON, but
-    can be written neither to the log nor to an answer)."""
+    """The JSON body, which is strict."""
     if request.body_exists and request.content_type != "application/json":
         raise Refusal(
             415, f"the body is {request.content_type[:64]}", "Content-Type: application/json"
@@ -1021,21 +1020,6 @@ async def _body(request: web.Request) -> Any:
     except web.RequestPayloadError as error:
         raise Refusal(400, f"the body is not valid HTTP: {error}", "send one JSON object") from None
     try:
-        found = json.loads(raw or b"{}", object_pairs_hook=_unique_keys, parse_constant=_not_finite)
-        json.dumps(found, ensure_ascii=False).encode()
-        return found
-    except (ValueError, RecursionError) as error:
+        return from_strict_json(raw or b"{}")
+    except msgspec.MsgspecError as error:
         raise Refusal(400, f"the body is not JSON: {error}", "send one JSON object") from None
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{name!r} is given twice")
-        found[name] = value
-    return found
-
-
-def _not_finite(text: str) -> float:
-    raise ValueError(f"{text} is not a finite number")

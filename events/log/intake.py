@@ -7,6 +7,7 @@ from typing import Any, cast
 import msgspec
 from msgspec import Struct
 
+from ..decoding import from_msgpack
 from ..records import codec
 from ..records.codec import UnknownBody
 from ..records.envelope import Report
@@ -42,7 +43,7 @@ def report_fault(report: Report) -> str:
     """
     body: object = report.body
     if isinstance(body, UnknownBody):  # kept as it came
-        body = {"kind": body.kind, "v": body.version, "body": msgspec.msgpack.decode(body.raw)}
+        body = {"kind": body.kind, "v": body.version, "body": from_msgpack(body.raw)}
     where = _fault({"source_seq": report.source_seq, "body": body}, 0)
     return f"its{where}" if where else ""
 

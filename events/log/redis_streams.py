@@ -22,6 +22,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from .. import errors, network_address, tls, unix_socket
+from ..decoding import Decoder, from_msgpack
 from ..errors import Ambiguous, Conflict, CorruptLog, Fenced, LogError, Unavailable, UsageError
 from ..object_storage import reason
 from ..process_io import Seldom
@@ -282,7 +283,7 @@ TRANSIENT_CODES = (
 Command = tuple[bytes | str | int, ...]
 _Entry = tuple[bytes, list[bytes]]
 """The id and the fields of a stream's entry."""
-_file_parts = msgspec.msgpack.Decoder(FilePart)
+_file_parts = Decoder(FilePart)
 _logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 
@@ -1001,7 +1002,7 @@ class RedisLog:
                         entry.decode(), fields[1], read=codec.decode_order_copy
                     ),
                     cursor=entry.decode(),
-                    store_keys=msgspec.msgpack.decode(fields[5], type=StoreKeys),
+                    store_keys=from_msgpack(fields[5], StoreKeys),
                 )
                 for entry, fields in entries
                 if self._is_order(node, entry.decode(), fields)
@@ -1072,7 +1073,7 @@ class RedisLog:
         while (rest_s := deadline_s - time.monotonic()) > 0:
             found = await self._block(f"read:{node}", ("BLPOP", read, f"{rest_s:.3f}"), rest_s)
             with suppress(msgspec.MsgspecError):  # the node may have sent anything
-                if found and (part := codec.decode(_file_parts, found[1])).number == request.number:
+                if found and (part := _file_parts.decode(found[1])).number == request.number:
                     return part
         raise Unavailable(f"the agent of {node} does not answer")
 
@@ -1081,7 +1082,7 @@ class RedisLog:
         found = await self._block(
             f"asked:{node}", ("BLPOP", *self._keys(f"asked:{node}"), f"{wait_s:.3f}"), wait_s
         )
-        return msgspec.msgpack.decode(found[1], type=FileRequest) if found else None
+        return from_msgpack(found[1], FileRequest) if found else None
 
     async def send_file(self, node: str, part: FilePart) -> None:
         """Answer a request for a file."""

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from .. import words as fmt
+from ..decoding import from_json
 from ..spec.model import Axes
 from ..spec.parallelism import layout_label, num_positions
 from ..spec.policy import FLAGS_ONLY, Policy
@@ -209,7 +210,7 @@ def _nodes(there: list[Plain]) -> str:
 
 def _changes(policy: Plain) -> str:
     """The other fields of a policy that are not at their default."""
-    usual: Plain = msgspec.json.decode(msgspec.json.encode(Policy()))
+    usual: Plain = from_json(msgspec.json.encode(Policy()))
     return "".join(
         f", {name} {value}"
         for name, value in policy.items()
