@@ -530,7 +530,14 @@ class HttpApi:
                 f"the agent of {node} did not check {what}: {part.error}",
                 "an agent of an older version cannot; nothing was done",
             )
-        return from_msgpack(part.data, dict[int, str])
+        try:
+            return from_msgpack(part.data, dict[int, str])
+        except msgspec.MsgspecError as error:
+            raise Refusal(
+                503,
+                f"the agent of {node} answers about {what} what cannot be read: {error}",
+                "restart the agent; nothing was done",
+            ) from None
 
     async def plan(self, call: Call[messages.Moment, None]) -> web.Response:
         """The plan with its explanation."""

@@ -222,17 +222,26 @@ return redis.call('XRANGE', KEYS[3], '(' .. ARGV[1], '+', 'COUNT', ARGV[2])
 """
 
 BEATS = """
--- KEYS [beat]...
+-- KEYS [beat]... [other]...; ARGV num_kept bytes_max num_beats
 -- The id of each node's newest heartbeat, its incarnation (the newest of the last few), its spool.
+-- A node may write anything to its keys: numbers have at most 15 digits, and a key larger than an
+-- agent ever makes it is dropped. pcall: beats are read also where that is refused.
+local function whole(text)
+  return text and #text < 16 and string.match(text, '^%d+$') and tonumber(text) or 0
+end
+local function bound(key)
+  local size = redis.pcall('MEMORY', 'USAGE', key, 'SAMPLES', '0')
+  if type(size) == 'number' and size > tonumber(ARGV[2]) then redis.pcall('UNLINK', key) end
+end
 local beats = {}
-for i = 1, #KEYS do
-  local id, incarnation, spooled = '', 0, '0'
-  for _, entry in ipairs(redis.call('XREVRANGE', KEYS[i], '+', '-', 'COUNT', 4)) do
-    local own = tonumber(entry[2][2]) or 0
-    if own > incarnation then id, incarnation, spooled = entry[1], own, entry[2][4] or '0' end
+for _, key in ipairs(KEYS) do bound(key) end
+for i = 1, tonumber(ARGV[3]) do
+  local id, incarnation, spooled = '', 0, 0
+  for _, entry in ipairs(redis.call('XREVRANGE', KEYS[i], '+', '-', 'COUNT', ARGV[1])) do
+    local own = whole(entry[2][2])
+    if own > incarnation then id, incarnation, spooled = entry[1], own, whole(entry[2][4]) end
   end
-  beats[3 * i - 2], beats[3 * i - 1] = id, string.format('%.0f', incarnation)
-  beats[3 * i] = spooled
+  for _, value in ipairs({id, incarnation, spooled}) do beats[#beats + 1] = value end
 end
 return {redis.call('TIME'), beats}
 """
@@ -250,6 +259,11 @@ SEND_NUM_MAX = 500
 """Reports in one command."""
 BEATS_NUM_KEPT = 4
 """Heartbeats that a node's stream keeps, for two agents of one node at the same time."""
+NODE_KEY_BYTES_MAX = 1 << 18
+"""What a node's heartbeats, or the parts of a file that wait, take on the server at most. A part
+has 64 kB."""
+LOOKS_NUM = 16
+"""Looks at the heartbeats for one look at the parts of files."""
 BEATS_NUM_MAX = 256
 """Nodes whose heartbeats are read by one script: about 1 ms of the server (measured)."""
 USERS_NUM_MAX = 64
@@ -465,6 +479,8 @@ class RedisLog:
         self._identities = identities
         self._forged_orders = Seldom(FORGED_LOG_S)
         self._beat_ids: dict[str, bytes] = {}
+        self._looks = 0
+        """Calls of `beats`."""
         """By node: the newest heartbeat that `beats` has returned."""
         self._prefix = key_prefix(cluster)
         self._link = _Link(url, ca)
@@ -678,26 +694,32 @@ class RedisLog:
     async def beats(self, nodes: Sequence[str]) -> list[Heartbeat]:
         """The newest heartbeat of each of these nodes that has sent one since the last call."""
         found: list[Heartbeat] = []
+        self._looks += 1
         for start in range(0, len(nodes), BEATS_NUM_MAX):
             some = nodes[start : start + BEATS_NUM_MAX]
             (seconds, micros), values = await self._run(
-                BEATS, self._keys(*(f"beat:{node}" for node in some)), ()
+                BEATS,
+                self._keys(
+                    *(f"beat:{node}" for node in some),
+                    *(f"read:{node}" for node in some if self._looks % LOOKS_NUM == 0),
+                ),
+                (BEATS_NUM_KEPT, NODE_KEY_BYTES_MAX, len(some)),
             )
             now_s = int(seconds) + int(micros) / 1e6
             for node, entry, incarnation, spooled in zip(
                 some, values[::3], values[1::3], values[2::3], strict=True
             ):
                 # An age is never taken twice: the server's clock may be set back.
-                if not entry or self._beat_ids.get(node) == entry or not incarnation.isdigit():
+                if not entry or self._beat_ids.get(node) == entry:
                     continue
                 self._beat_ids[node] = entry
                 at_s = int(entry.partition(b"-")[0]) / 1e3
                 found.append(
                     Heartbeat(
                         node=node,
-                        incarnation=int(incarnation),
+                        incarnation=incarnation,
                         age_s=max(0.0, now_s - at_s),
-                        num_spooled=int(spooled[:9]) if spooled.isdigit() else 0,
+                        num_spooled=spooled,
                     )
                 )
         return found
@@ -1072,8 +1094,10 @@ class RedisLog:
         deadline_s = time.monotonic() + wait_s
         while (rest_s := deadline_s - time.monotonic()) > 0:
             found = await self._block(f"read:{node}", ("BLPOP", read, f"{rest_s:.3f}"), rest_s)
+            if found is None or len(found[1]) > NODE_KEY_BYTES_MAX:
+                continue
             with suppress(msgspec.MsgspecError):  # the node may have sent anything
-                if found and (part := _file_parts.decode(found[1])).number == request.number:
+                if (part := _file_parts.decode(found[1])).number == request.number:
                     return part
         raise Unavailable(f"the agent of {node} does not answer")
 

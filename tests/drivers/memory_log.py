@@ -40,7 +40,7 @@ class MemoryLog:
         self._clock = clock
         self.fault = fault
         self._records: list[Record] = []
-        self.devices: dict[str, dict[int, str]] = {}
+        self.devices: dict[str, dict[int, str] | bytes] = {}
         """By node whose agent checks devices: what is wrong with that of a slot."""
         self._epoch, self._nonce = 0, ""
         self._lease = "", "", 0.0
@@ -267,9 +267,11 @@ class MemoryLog:
         """As the agent that `devices` plays: what is wrong with each slot's device."""
         if node not in self.devices:
             raise Unavailable(f"the agent of {node} does not answer")
+        played = self.devices[node]
+        if isinstance(played, bytes):
+            return FilePart(number="1", data=played)
         return FilePart(
-            number="1",
-            data=msgpack.encode({slot: self.devices[node].get(slot, "") for slot in slots}),
+            number="1", data=msgpack.encode({slot: played.get(slot, "") for slot in slots})
         )
 
     # --- agents ---------------------------------------------------------------------------------
