@@ -263,7 +263,7 @@ NODE_KEY_BYTES_MAX = 1 << 18
 """What a node's heartbeats, or the parts of a file that wait, take on the server at most. A part
 has 64 kB."""
 LOOKS_NUM = 16
-"""Looks at the heartbeats for one look at the parts of files."""
+"""Looks at the heartbeats of a node for one look at its parts of files, on average."""
 BEATS_NUM_MAX = 256
 """Nodes whose heartbeats are read by one script: about 1 ms of the server (measured)."""
 USERS_NUM_MAX = 64
@@ -479,8 +479,6 @@ class RedisLog:
         self._identities = identities
         self._forged_orders = Seldom(FORGED_LOG_S)
         self._beat_ids: dict[str, bytes] = {}
-        self._looks = 0
-        """Calls of `beats`."""
         """By node: the newest heartbeat that `beats` has returned."""
         self._prefix = key_prefix(cluster)
         self._link = _Link(url, ca)
@@ -694,14 +692,13 @@ class RedisLog:
     async def beats(self, nodes: Sequence[str]) -> list[Heartbeat]:
         """The newest heartbeat of each of these nodes that has sent one since the last call."""
         found: list[Heartbeat] = []
-        self._looks += 1
         for start in range(0, len(nodes), BEATS_NUM_MAX):
             some = nodes[start : start + BEATS_NUM_MAX]
             (seconds, micros), values = await self._run(
                 BEATS,
                 self._keys(
                     *(f"beat:{node}" for node in some),
-                    *(f"read:{node}" for node in some if self._looks % LOOKS_NUM == 0),
+                    *(f"read:{node}" for node in some if secrets.randbelow(LOOKS_NUM) == 0),
                 ),
                 (BEATS_NUM_KEPT, NODE_KEY_BYTES_MAX, len(some)),
             )

@@ -9,7 +9,7 @@ from pathlib import Path
 from .tree import Rules, files, imports, library, nodes
 
 # The only files that may catch Exception: third-party code there must not end the process, nor may
-# what only observes it, nor what one agent sends.
+# what only observes it, nor what one agent or one connection sends.
 CATCH_ALL: tuple[str, ...] = (
     "control_plane/api/metrics.py",
     "control_plane/service/leader.py",
@@ -17,6 +17,7 @@ CATCH_ALL: tuple[str, ...] = (
     "events/detached_thread.py",
     "events/log/intake.py",
     "events/object_storage.py",
+    "workers/checkpoint_store/server.py",
 )
 
 
