@@ -107,7 +107,8 @@ class Coordinator:
         dead_letters: DeadLetters | None = None,
     ) -> None:
         self._log, self._observe = log, observe
-        self._dead_letters = dead_letters or DeadLetters()
+        self.dead_letters = dead_letters or DeadLetters()
+        """What the intake has rejected here."""
         self._folder = folder
         self._limits = limits or Limits()
         self._jitter = jitter or random.Random()
@@ -118,7 +119,7 @@ class Coordinator:
             code=code,
             policy=policy,
             folder=folder,
-            dead_letters=self._dead_letters,
+            dead_letters=self.dead_letters,
         )
         self._leases = Leases()
         self._outages = Outages()
@@ -240,6 +241,16 @@ class Coordinator:
         self._wake.set()
         return await self._with_timeout(
             asyncio.shield(write.done), Unavailable("the log cannot be reached; try again")
+        )
+
+    def why_dropped(self, report: Report) -> str:
+        """Why the log would not take a report of an agent now; "": it would."""
+        return self._leader.why_dropped(report)
+
+    async def send_again(self, entry: bytes) -> None:
+        """Put an entry of the intake back into it. Raises LogError."""
+        await self._with_timeout(
+            self._log.send_again(entry), Unavailable("the log cannot be reached; try again")
         )
 
     async def admit(self, node: str, incarnation: int) -> None:
@@ -480,7 +491,7 @@ class Coordinator:
         writes = list(self._writes)
         if not batch.reports and not writes and not has_timed:
             if batch.cursor != self._leader.position:  # all entries of the batch were rejected
-                self._dead_letters.keep(batch.rejected)
+                self.dead_letters.keep(batch.rejected)
                 self._leader.position = batch.cursor
                 await self._trim()
             return
@@ -497,7 +508,7 @@ class Coordinator:
             ),
             Ambiguous("the append was not acknowledged in time"),
         )
-        self._dead_letters.keep(batch.rejected)  # only now: a turn that fails takes them again
+        self.dead_letters.keep(batch.rejected)  # only now: a turn that fails takes them again
         self._publish(records)
         self._outages.appended(records)
         self._committed.set()

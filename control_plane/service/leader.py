@@ -14,7 +14,7 @@ from ...events.log.redis_streams import RedisLog
 from ...events.log.segments import Folder
 from ...events.object_storage import reason
 from ...events.process_io import Seldom
-from ...events.records.codec import encode_record, encode_report
+from ...events.records.codec import encode_record
 from ...events.records.decisions import PlanChosen
 from ...events.records.envelope import Record, Report
 from ...events.records.reports import EpochStarted, OutageEnded, PolicySet, ReportsLost
@@ -291,8 +291,21 @@ class Leader:
             trace="".join(traceback.format_exception(error, limit=-TRACE_LINES_NUM)),
         )
         self._dead_letters.keep(
-            [Rejected(why=why, source=report.source, data=encode_report(report))]
+            [Rejected(why=why, source=report.source, data=self._log.entry(report))]
         )
+
+    def why_dropped(self, report: Report) -> str:
+        """Why `commit` would drop a report of an agent; "": it would not."""
+        number, source = report.source_seq, report.source
+        try:
+            verdict, is_others = accepts(self.state, report), is_foreign(self.state, report)
+        except Exception as error:  # noqa: BLE001 - as in `_decide`
+            return f"it raises {error!r}"
+        if verdict == "duplicate":
+            return f"the log has report {number} of {source} already, or says that it is lost"
+        if verdict == "later":
+            return f"the log lacks the report before it, {number - 1} of {source}"
+        return "it is about another node's process" if is_others else ""
 
     def _refuses(self, report: Report) -> bool:
         if not is_foreign(self.state, report):

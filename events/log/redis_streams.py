@@ -984,12 +984,7 @@ class RedisLog:
     async def send(self, reports: Sequence[Report]) -> None:
         """Send reports in order, at least once: on Unavailable or Ambiguous the caller retries.
         Raises ValueError for a float that is not finite."""
-        wires = [
-            sign_report(
-                self._keys_of(report.source.rpartition("/")[0]), codec.encode_report(report)
-            )
-            for report in reports
-        ]
+        wires = [self.entry(report) for report in reports]
         # A list, because an agent may append to it and can do nothing else with that right. With
         # XADD it could also choose an id above all others, or remove the reports of other nodes.
         (key,) = self._keys("inbox")
@@ -997,6 +992,15 @@ class RedisLog:
             await self._ask(
                 [("RPUSH", key, *wires[start : start + SEND_NUM_MAX])], repeatable=False
             )
+
+    def entry(self, report: Report) -> bytes:
+        """The signed report, as the inbox has it. Raises ValueError."""
+        node = report.source.rpartition("/")[0]
+        return sign_report(self._keys_of(node), codec.encode_report(report))
+
+    async def send_again(self, entry: bytes) -> None:
+        """Put an entry that was in the inbox back into it, by the leader."""
+        await self._ask([("RPUSH", *self._keys("inbox"), entry)], repeatable=False)
 
     async def acked(self, source: str) -> int:
         """The highest source_seq of this source that is in the log, 0 for none."""

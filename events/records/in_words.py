@@ -58,6 +58,13 @@ def _because(why: str) -> str:
     return f": {why}" if why else ""
 
 
+def _letters(body: Plain) -> str:
+    """`dead letters 3, 4, 9 and 2 more`."""
+    num, named = int(body["num"]), [str(number) for number in body["numbers"][:3]]
+    left = num - len(named)
+    return f"dead letter{'s' * (num != 1)} {', '.join(named)}" + f" and {left} more" * (left > 0)
+
+
 def _by(body: Plain) -> str:
     """Whose token made a request, if it was not that of the state folder."""
     who = body.get("who", "")
@@ -284,6 +291,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "exit": _exit,
     "fault": _fault,
     "layout": _layout,
+    "letters": _letters,
     "lifted": _lifted,
     "library error": _library_error,
     "first line": lambda text: _line_of(text, 0),
@@ -380,6 +388,7 @@ TEMPLATES = {
     "NodeDrained": "{node} is drained{down:?, its machine is off}{reason:because}{:by}",
     "NodeUndrained": "{node} may have tasks again{reason:because}{:by}",
     "FaultRequested": "{:fault}{reason:because}{:by}",
+    "DeadLettersHandled": "{act} {:letters}{reason:because}{:by}",
     "TokenChanged": "{act} the token {name}, role {token_role}{reason:because}{:by}",
     "NodeJoined": "{node} {num_slots} {accelerator} slots, pid {pid}, at {host}{labels:labels}",
     "NodeLeft": "{node}: {reason}",

@@ -13,6 +13,7 @@ from typing import Literal, TypeVar
 
 from msgspec import msgpack
 from unicron.events.errors import Ambiguous, Conflict, Fenced, Leased, Unavailable
+from unicron.events.log.identity import SIGNATURE_BYTES
 from unicron.events.log.port import Batch, FilePart, Heartbeat, SentOrder
 from unicron.events.records import codec
 from unicron.events.records.envelope import Record, Report, order_nodes
@@ -285,6 +286,10 @@ class MemoryLog:
                 self._reports.append((self._num_reports, wire))
             self._wake("reports")
         self._reply(outcome, None)
+
+    def entry(self, report: Report) -> bytes:
+        """The report, in place of a signature zeros before it."""
+        return bytes(SIGNATURE_BYTES) + codec.encode_report(report)
 
     async def acked(self, source: str) -> int:
         """The highest source_seq of this source that is in the log."""
