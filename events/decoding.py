@@ -67,7 +67,7 @@ def from_json(data: Data | str, kind: Any = Any, convert: Convert | None = None)
 
 def from_strict_json(data: bytes) -> Any:
     """As `from_json`, but no object has a name twice, and no text has a lone surrogate: that is
-    JSON (`"\\ud800"`), but can be written neither to the log nor to an answer."""
+    JSON (`"\\ud800"`), but neither the log nor an answer can hold it."""
     with _one_error():
         value = json.loads(data, object_pairs_hook=_unique_names, parse_constant=_not_finite)
         json.dumps(value, ensure_ascii=False).encode()

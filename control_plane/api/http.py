@@ -243,9 +243,9 @@ class HttpApi:
         shown["cluster"] |= {
             "id": self._address.cluster_id,
             "name": self._address.cluster,
+            "dead_letters": 0 if at else self._coordinator.dead_letters.num,
             "follows": "" if at else self._coordinator.leader_url,
             "followers": [] if at else self._coordinator.followers,
-            "dead_letters": 0 if at else self._coordinator.dead_letters.num,
             "insecure": self._address.insecure,
             "ca": self._certificate.ca if self._certificate else "",
         }

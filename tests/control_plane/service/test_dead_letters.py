@@ -102,6 +102,31 @@ class Operator:
         return found
 
 
+def refuses_what_is_wrong(operator: Operator) -> None:
+    refusals = {
+        2: "dead letter 2 stays one: it is unreadable: ",
+        3: "dead letter 3 stays one: the log has report 1 of n1/1 already",
+        4: "dead letter 4 stays one: it is unreadable: ",
+        5: "dead letter 5 stays one: the log lacks the report before it, 8 of n8/1",
+        6: "dead letter 6 stays one: only its first 3 bytes were kept",
+        1: "there is no dead letter 1",
+    }
+    for number, why in refusals.items():
+        code, out, said = operator(f"log dead-letters --replay {number}")
+        assert (code, out, len(said)) == (2, "", 2), said
+        assert said[0].startswith(f"error: {why}")
+    for words, why in {
+        "--drop 1": "there is no dead letter 1",
+        "--drop 2 --drop 99": "there is no dead letter 99",
+        "--drop x": "--drop 'x' is not the number of a dead letter",
+        "--drop all --drop 2": "--drop 'all' is not the number of a dead letter",
+        "--drop 2 --replay 3": "--drop and --replay do not go together",
+        "--reason x": "--reason is for --drop and --replay",
+    }.items():
+        code, _, said = operator(f"log dead-letters {words}")
+        assert (code, said[0], len(said)) == (2, f"error: {why}", 2)
+
+
 def test_an_operator_lists_drops_and_replays(own_server: Server, tmp_path: Path) -> None:
     state = tmp_path / "state"
     operator, path = Operator(state), state / "dead-letters.jsonl"
@@ -143,28 +168,7 @@ def test_an_operator_lists_drops_and_replays(own_server: Server, tmp_path: Path)
             [],
         )
         wait_for_node(own_server, "n7")
-        refusals = {
-            2: "dead letter 2 stays one: it is unreadable: ",
-            3: "dead letter 3 stays one: the log has report 1 of n1/1 already",
-            4: "dead letter 4 stays one: it is unreadable: ",
-            5: "dead letter 5 stays one: the log lacks the report before it, 8 of n8/1",
-            6: "dead letter 6 stays one: only its first 3 bytes were kept",
-            1: "there is no dead letter 1",
-        }
-        for number, why in refusals.items():
-            code, out, said = operator(f"log dead-letters --replay {number}")
-            assert (code, out, len(said)) == (2, "", 2), said
-            assert said[0].startswith(f"error: {why}")
-        for words, why in {
-            "--drop 1": "there is no dead letter 1",
-            "--drop 2 --drop 99": "there is no dead letter 99",
-            "--drop x": "--drop 'x' is not the number of a dead letter",
-            "--drop all --drop 2": "--drop 'all' is not the number of a dead letter",
-            "--drop 2 --replay 3": "--drop and --replay do not go together",
-            "--reason x": "--reason is for --drop and --replay",
-        }.items():
-            code, _, said = operator(f"log dead-letters {words}")
-            assert (code, said[0], len(said)) == (2, f"error: {why}", 2)
+        refuses_what_is_wrong(operator)
         assert [letter["number"] for letter in operator.letters()] == [2, 3, 4, 5, 6, 7]
         assert operator("log dead-letters --drop 3 --drop 5 --reason old")[1] == (
             "dropped 2 dead letters\n"
