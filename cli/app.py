@@ -54,7 +54,7 @@ app = typer.Typer(
 inject = typer.Typer(help="Inject a fault (up --allow-inject).")
 token = typer.Typer(help="Tokens: who may do what on the cluster.")
 certs = typer.Typer(help="A certificate, for those who have none.")
-sealed = typer.Typer(help="The sealed log: segment files and snapshots.")
+sealed = typer.Typer(help="The sealed log: segment files and snapshots; and its dead letters.")
 model = typer.Typer(help="The model that a task has trained; needs no cluster, no GPU.")
 slurm = typer.Typer(help="A cluster on nodes of Slurm (deploy/slurm).")
 file_tools = typer.Typer()
@@ -939,6 +939,29 @@ def log_prune(
     segments: Segments = "",
 ) -> None:
     """Remove old segments and snapshots for ever; what a start or restore needs stays."""
+
+
+@calls(sealed, "commands.dead_letters.dead_letters", name="dead-letters")
+def log_dead_letters(
+    drop: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--drop", metavar="N|all", help="Remove letter N for ever; again for others, or all."
+        ),
+    ] = None,
+    replay: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--replay",
+            min=0,
+            metavar="N",
+            help="Send letter N to the intake again, after a change of version for example. "
+            "It is checked as any report.",
+        ),
+    ] = None,
+    reason: Reason = "",
+) -> None:
+    """List what the control plane has received from nodes and rejected: when, from whom, why."""
 
 
 SlurmNodes = Annotated[list[str], typer.Argument(metavar="NODE...", help="Names in Slurm.")]

@@ -20,6 +20,7 @@ from msgspec import Struct
 from unicron import __version__
 
 from ..events import network_address
+from ..events.decoding import from_json
 from ..events.errors import Fenced, Unavailable, UsageError
 from ..events.log.embedded_server import start_time
 from ..events.log.identity import SECRET_BYTES, Identities, new_secret
@@ -350,7 +351,7 @@ def _made_once(path: Path, make: Callable[[], bytes]) -> bytes:
 def _remove(path: Path, socket: str) -> None:
     """Remove the file and the socket, unless a successor has made them."""
     try:
-        if msgspec.json.decode(path.read_bytes())["pid"] == os.getpid():
+        if from_json(path.read_bytes())["pid"] == os.getpid():
             path.unlink()
             os.unlink(socket)
     except (OSError, msgspec.MsgspecError, KeyError, TypeError):

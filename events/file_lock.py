@@ -28,6 +28,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from .decoding import from_json
 from .errors import UnicronError
 from .process_identity import boot_id, start_time
 
@@ -352,6 +353,6 @@ def _read(file: Path) -> tuple[Owner | None, float]:
     with file.open("rb") as opened:
         data, renewed_s = opened.read(), os.fstat(opened.fileno()).st_mtime
     try:
-        return msgspec.json.decode(data, type=Owner), renewed_s
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return from_json(data, Owner), renewed_s
+    except msgspec.MsgspecError:
         return None, renewed_s

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode, urlsplit
 
 from ...events import network_address, tls, unix_socket
+from ...events.decoding import from_json
 from ...events.errors import Leased, UnicronError, UsageError
 from ...events.log import embedded_server
 from ...events.private_files import read_private
@@ -209,7 +210,7 @@ class Client:
             "GET", "/v1/log", query=query, limit_s=None if follow else REPLY_S_MAX
         ) as answer:
             for line in _lines(answer):
-                if "seq" not in (record := json.loads(line)):
+                if "seq" not in (record := _decoded(line)):
                     raise _refused(record, self._hint)
                 yield record
 
@@ -421,15 +422,22 @@ def _lines(answer: http.client.HTTPResponse) -> Iterator[bytes]:
 
 def _json(answer: http.client.HTTPResponse) -> Any:
     try:
-        return json.loads(answer.read())
-    except (OSError, http.client.HTTPException, ValueError) as error:
+        return _decoded(answer.read())
+    except (OSError, http.client.HTTPException) as error:
+        raise Interrupted(f"the control plane's response was interrupted ({_why(error)})") from None
+
+
+def _decoded(data: bytes) -> Any:
+    try:
+        return from_json(data)
+    except ValueError as error:
         raise Interrupted(f"the control plane's response was interrupted ({_why(error)})") from None
 
 
 def _problem(answer: http.client.HTTPResponse) -> dict[str, Any]:
     """The problem details of an answer; made up if it is not one of a control plane."""
     with suppress(OSError, http.client.HTTPException, ValueError):
-        found: Any = json.loads(answer.read(1 << 20))
+        found: Any = from_json(answer.read(1 << 20))
         if isinstance(found, dict) and "detail" in found:
             return {"hint": "", **found, "status": answer.status}
     return {

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...events import file_lock
+from ...events.decoding import from_json
 from ...events.errors import UsageError
 from ...events.file_lock import FileLock, Held
 from ...events.private_files import write_private
@@ -82,7 +83,7 @@ class StateDir:
 def read_json(path: Path) -> dict[str, Any] | None:
     """The JSON object in the file; None if it is missing or not valid."""
     try:
-        data: Any = json.loads(path.read_text(encoding="utf-8"))
+        data: Any = from_json(path.read_bytes())
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) else None  # pyright: ignore[reportUnknownVariableType]

@@ -1,6 +1,5 @@
 """`unicron classify`: the status and severity of each line of a log, and how Unicron handles it."""
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import BinaryIO
 from msgspec import Struct
 
 from ...control_plane.incidents.severity import HANDLING, severity_of
+from ...events.decoding import from_json
 from ...events.errors import UsageError
 from ...workers.diagnosis.classifier import Verdict
 from ...workers.diagnosis.classifier import classify as verdict_on
@@ -183,8 +183,8 @@ def _text_of(line: str) -> str | None:
     if not line.lstrip().startswith("{"):
         return None
     try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError):
+        fields = from_json(line)
+    except ValueError:
         return None
     said = [fields[key] for key in KEYS if isinstance(fields.get(key), str)]
     return "\n".join(said) if said else None

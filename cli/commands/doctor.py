@@ -11,6 +11,7 @@ from pathlib import Path
 
 from msgspec import DecodeError, Struct, field, json, structs
 
+from ...events.decoding import from_json
 from ...events.errors import ServerError, UnicronError
 from ...events.log import durability, embedded_server
 from ...events.spec import support
@@ -119,7 +120,7 @@ def _installed(what: str, package: str) -> Finding:
         text = _output(sys.executable, "-P", "-m", known_versions.__name__, limit_s=IMPORT_S_MAX)
         (found,) = (
             one
-            for one in json.decode(text.splitlines()[-1], type=list[Installed])
+            for one in from_json(text.splitlines()[-1], list[Installed])
             if one.package == package
         )
     except (OSError, subprocess.TimeoutExpired, LookupError, DecodeError):

@@ -16,6 +16,7 @@ from types import FrameType
 from msgspec import Struct, json, structs
 
 from ...control_plane.api.needs import ENDED
+from ...events.decoding import from_json
 from ...events.errors import ServerError, UnicronError, UsageError
 from ...events.log import embedded_server
 from ...events.secret_environment import REDIS_URL
@@ -119,7 +120,7 @@ def up(state: StateDir, asked: UpOptions, *, detach: bool) -> None:
     """Start or adopt the folder's cluster. Raises UsageError, UnicronError."""
     if given := os.environ.pop(OPTIONS, ""):
         asked = structs.replace(
-            json.decode(given, type=UpOptions, dec_hook=lambda _, path: Path(path)),
+            from_json(given, UpOptions, lambda _, path: Path(path)),
             redis_url=asked.redis_url,
         )
     if asked.cluster is not None and not NAME.match(asked.cluster):

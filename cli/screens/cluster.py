@@ -239,6 +239,7 @@ def _totals(view: Plain, now_s: float) -> list[str]:
     whose = f"as seen by a follower of {follows}," if follows else "leader of"
     behind = f", followed by {' '.join(followers)}" if followers else ""
     lost = f", {cluster['reports_lost']} reports lost" if cluster["reports_lost"] else ""
+    num_dead = cluster.get("dead_letters", 0)
     of = view["tasks"]
     return [
         *_waf(view, now_s),
@@ -251,6 +252,8 @@ def _totals(view: Plain, now_s: float) -> list[str]:
         f"log    {whose} epoch {cluster['epoch']}{behind}, {fmt.count(cluster['seq'])} records"
         f"{lost}, healing {cluster['healing'].partition(':')[0]}, {cluster['hash']}",
         *_old_agents(cluster),
+        *[f"dead   {fmt.number_of(num_dead, 'dead letter')}: unicron log dead-letters"]
+        * (num_dead > 0),
         *["insecure: what passes between hosts is not encrypted"] * cluster.get("insecure", False),
     ]
 

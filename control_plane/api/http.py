@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-import json
 import os
 import re
 import secrets
@@ -23,13 +22,16 @@ from aiohttp import web
 from msgspec import Struct
 from unicron import __version__
 
+from ...events.decoding import from_msgpack, from_strict_json
 from ...events.detached_thread import aside
 from ...events.errors import LogError, Pruned, SpecError, UnicronError, UsageError
 from ...events.log.identity import RESERVED_NAMES, Identities, user_name, with_credentials
-from ...events.log.port import ReaderPort
+from ...events.log.intake import read_report
+from ...events.log.port import ReaderPort, Rejected, Sent
 from ...events.log.segments import Folder
+from ...events.object_storage import reason as reason_of
 from ...events.records import codec, reports, types
-from ...events.records.envelope import Record
+from ...events.records.envelope import Record, Report
 from ...events.records.types import Body
 from ...events.spec import job
 from ..fold.fold import fold
@@ -39,6 +41,7 @@ from ..history.usage import Usage
 from ..planner.pending import is_any_waiting
 from ..service import snapshots, usage_files
 from ..service.coordinator import Check, Coordinator
+from ..service.dead_letters import Letter
 from ..service.server_certificate import ServerCertificate
 from ..state.cluster import ClusterState, decode_state, encode_state, state_text
 from ..state.node import Node
@@ -64,6 +67,8 @@ FILE_S_MAX = 5.0
 """Time limit for a part of a file that a node's agent reads."""
 CHECK_S_MAX = 40.0
 """Time limit for the check of devices by a node's agent, which has a limit for each of its own."""
+LETTERS_NUM_MAX = 100
+"""Dead letters whose numbers a record has."""
 FOLD_S_MAX = 30.0
 """Time limit for folding the log to a past record."""
 EXTEND_S_MAX = 1.5
@@ -238,6 +243,7 @@ class HttpApi:
         shown["cluster"] |= {
             "id": self._address.cluster_id,
             "name": self._address.cluster,
+            "dead_letters": 0 if at else self._coordinator.dead_letters.num,
             "follows": "" if at else self._coordinator.leader_url,
             "followers": [] if at else self._coordinator.followers,
             "old_agents": [] if at else sorted(self._coordinator.old_agents),
@@ -531,7 +537,14 @@ class HttpApi:
                 f"the agent of {node} did not check {what}: {part.error}",
                 "an agent of an older version cannot; nothing was done",
             )
-        return msgspec.msgpack.decode(part.data, type=dict[int, str])
+        try:
+            return from_msgpack(part.data, dict[int, str])
+        except msgspec.MsgspecError as error:
+            raise Refusal(
+                503,
+                f"the agent of {node} answers about {what} what cannot be read: {error}",
+                "restart the agent; nothing was done",
+            ) from None
 
     async def plan(self, call: Call[messages.Moment, None]) -> web.Response:
         """The plan with its explanation."""
@@ -732,6 +745,89 @@ class HttpApi:
         self.sessions.end(call.request.headers["Authorization"].partition(" ")[2])
         return Nothing()
 
+    # --- dead letters: of the leader's folder ---
+    async def list_letters(self, call: Call[ListQuery, None]) -> Page[messages.LetterView]:
+        letters = {letter.number: letter for letter in await self._letters()}
+
+        def view_of(key: int) -> messages.LetterView:
+            letter = letters[key]
+            return {
+                "number": letter.number,
+                "at_s": letter.at,
+                "source": letter.source,
+                "why": letter.why,
+                "num_bytes": letter.num_bytes,
+                "whole": letter.is_whole,
+            }
+
+        return _page(sorted(letters), number, call.query, view_of)
+
+    async def drop_letters(self, call: Call[Nothing, requests.Letters]) -> messages.LettersDropped:
+        """Remove the letters, after a record says who did it. One that is not there refuses all."""
+        async with self._writing:
+            kept = [letter.number for letter in await self._letters()]
+            numbers = kept if call.body.all else sorted(set(call.body.numbers))
+            if missing := sorted(set(numbers) - set(kept)):
+                raise _no_letter(missing[0])
+            if numbers:
+                await self._handled(call.caller, "dropped", numbers, call.body.reason)
+        return {"num": len(numbers)}
+
+    async def replay_letter(self, call: Call[Nothing, Reason]) -> messages.LetterReplayed:
+        """Send a letter to the intake again, where it is checked as any report. What would be
+        rejected or dropped there stays a dead letter, and the answer says why."""
+        wanted = number(call.of)
+        async with self._writing:
+            letters = {letter.number: letter for letter in await self._letters()}
+            letter = letters.get(wanted)
+            if letter is None:
+                raise _no_letter(wanted)
+            sent = Sent(cursor="", node="", data=letter.data, num_bytes=letter.num_bytes)
+            report = read_report(self._identities.key, sent)
+            why = (
+                f"only its first {len(letter.data):,} bytes were kept"
+                if not letter.is_whole
+                else report.why
+                if isinstance(report, Rejected)
+                else await self._why_dropped(report)
+            )
+            if why or isinstance(report, Rejected):
+                raise Refusal(
+                    409,
+                    f"dead letter {wanted} stays one: {why}",
+                    f"unicron log dead-letters --drop {wanted}",
+                )
+            node = report.source.rpartition("/")[0]
+            await self._coordinator.send_again(node, letter.data)
+            await self._handled(call.caller, "replayed", [wanted], call.body.reason)
+        return {"number": wanted, "source": report.source, "source_seq": report.source_seq}
+
+    async def _letters(self) -> list[Letter]:
+        try:
+            return await aside(self._coordinator.dead_letters.all)
+        except OSError as error:
+            raise _letters_fail("read", error) from None
+
+    async def _why_dropped(self, report: Report) -> str:
+        await self._coordinator.settled()
+        return self._coordinator.why_dropped(report)
+
+    async def _handled(
+        self, caller: Token, act: types.LetterAct, numbers: Sequence[int], reason: str
+    ) -> None:
+        """Write who has dealt with these letters, then remove them."""
+        body = reports.DeadLettersHandled(
+            act=act,
+            num=len(numbers),
+            numbers=tuple(numbers[:LETTERS_NUM_MAX]),
+            reason=requests.one_line(reason),
+        )
+        await self._coordinator.write(secrets.token_hex(16), *_signed(caller, [body]))
+        try:
+            await aside(partial(self._coordinator.dead_letters.remove, set(numbers)))
+        except OSError as error:
+            raise _letters_fail("removed", error) from None
+
     # --- tokens; a secret is in an answer once, and in no log ---
     async def list_tokens(self, call: Call[ListQuery, None]) -> Page[messages.TokenView]:
         tokens = {token.name: token for token in self._tokens.all()}
@@ -915,6 +1011,18 @@ def _unknown_token() -> Refusal:
     )
 
 
+def _no_letter(wanted: int) -> Refusal:
+    return Refusal(404, f"there is no dead letter {wanted}", "unicron log dead-letters")
+
+
+def _letters_fail(what: str, error: OSError) -> Refusal:
+    return Refusal(
+        503,
+        f"the dead letters cannot be {what}: {reason_of(error)}",
+        "make room in the control plane's state folder",
+    )
+
+
 def _fold_all(state: ClusterState, records: Sequence[Record]) -> None:
     for record in records:
         fold(state, record)
@@ -1005,8 +1113,7 @@ async def _key(request: web.Request) -> str:
 
 
 async def _body(request: web.Request) -> Any:
-    """The JSON body, strict: no duplicate keys, no NaN, no lone surrogate (`"\\ud800"` is JSON, but
-    can be written neither to the log nor to an answer)."""
+    """The JSON body, which is strict."""
     if request.body_exists and request.content_type != "application/json":
         raise Refusal(
             415, f"the body is {request.content_type[:64]}", "Content-Type: application/json"
@@ -1023,21 +1130,6 @@ async def _body(request: web.Request) -> Any:
     except web.RequestPayloadError as error:
         raise Refusal(400, f"the body is not valid HTTP: {error}", "send one JSON object") from None
     try:
-        found = json.loads(raw or b"{}", object_pairs_hook=_unique_keys, parse_constant=_not_finite)
-        json.dumps(found, ensure_ascii=False).encode()
-        return found
-    except (ValueError, RecursionError) as error:
+        return from_strict_json(raw or b"{}")
+    except msgspec.MsgspecError as error:
         raise Refusal(400, f"the body is not JSON: {error}", "send one JSON object") from None
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{name!r} is given twice")
-        found[name] = value
-    return found
-
-
-def _not_finite(text: str) -> float:
-    raise ValueError(f"{text} is not a finite number")

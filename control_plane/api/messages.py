@@ -193,6 +193,26 @@ Leader = TypedDict("Leader", {"leader": str})
 Beginning = TypedDict("Beginning", {"after": int, "state": str})
 FilePart = TypedDict("FilePart", {"text": str, "end": int})
 TokenName = TypedDict("TokenName", {"name": str})
+LetterView = TypedDict(
+    "LetterView",
+    {
+        "number": Annotated[int, Meta(description="Its name in requests")],
+        "at_s": Annotated[float, Meta(description="When it was rejected")],
+        "source": Annotated[str, Meta(description="Whose it says it is; this may be false")],
+        "why": Annotated[str, Meta(description="Why it is no report")],
+        "num_bytes": Annotated[int, Meta(description="Of the entry as it came")],
+        "whole": Annotated[bool, Meta(description="Whether all of it was kept, for a replay")],
+    },
+)
+LettersDropped = TypedDict("LettersDropped", {"num": Annotated[int, Meta(description="So many")]})
+LetterReplayed = TypedDict(
+    "LetterReplayed",
+    {
+        "number": Annotated[int, Meta(description="Which letter it was")],
+        "source": Annotated[str, Meta(description="Of the report in it")],
+        "source_seq": Annotated[int, Meta(description="Of the report in it")],
+    },
+)
 TokenView = TypedDict(
     "TokenView",
     {
@@ -303,6 +323,9 @@ ClusterView = TypedDict(
             Meta(
                 description="Nodes whose agents are of release 0.3.0, and share one list of reports"
             ),
+        ],
+        "dead_letters": Annotated[
+            int, Meta(description="What the leader's intake has rejected, and an operator may see")
         ],
         "num_open_orders": int,
         "computed_by": int,

@@ -43,6 +43,7 @@ GAUGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "log_lag_records": ("Records in the log that this process has not folded.", "", ()),
     "log_unsealed_records": ("Records that the loss of the log's server would cost.", "", ()),
     "spooled_reports": ("Reports that wait on the agents; 0 if this process follows.", "", ()),
+    "dead_letters": ("Entries of the intake that it rejected, and that are kept.", "", ()),
     "reports_lost": ("Reports that agents have dropped since the log began.", "", ()),
     "nodes": (
         "Nodes by state.",
@@ -106,9 +107,7 @@ class Metrics(Collector):
         self.notifications = self._counter(
             "notifications", "Messages to the webhook.", "result", ("sent", "failed")
         )
-        self.reports_rejected = self._counter(
-            "reports_rejected", "What the intake rejected, see dead-letters.jsonl."
-        )
+        self.reports_rejected = self._counter("reports_rejected", "What the intake rejected.")
         of = self._histogram
         self._detection_s = of("detection", "From a fault to its first report in the log.")
         self._decision_s = of("decision", "From the first report of a fault to its incident.")
@@ -173,6 +172,7 @@ class Metrics(Collector):
             "leader": {"": coordinator.leading},
             "leader_epoch": {"": coordinator.epoch},
             "spooled_reports": {"": coordinator.num_spooled},
+            "dead_letters": {"": coordinator.dead_letters.num},
         }
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type

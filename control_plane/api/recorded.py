@@ -13,6 +13,7 @@ from ...events.log.port import ReaderPort
 from ...events.records.envelope import Record
 from ..history.timeline import Timeline
 from ..service.coordinator import Coordinator
+from ..service.dead_letters import DeadLetters
 from ..state.cluster import ClusterState
 from .connections import Listener
 from .http import Address, HttpApi
@@ -37,6 +38,7 @@ class Recorded:
         self.epoch, self.seq, self.now_s = state.epoch, state.seq, state.at_s
         self.followers = list[str]()
         self.old_agents = set[str]()
+        self.dead_letters = DeadLetters()
 
     async def settled(self) -> ClusterState:
         return self._state

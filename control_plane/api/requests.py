@@ -54,6 +54,13 @@ class Reason(Struct, frozen=True, forbid_unknown_fields=True):
     """For the log, on one line of 200 characters at most."""
 
 
+class Letters(Reason, frozen=True, forbid_unknown_fields=True):
+    numbers: tuple[int, ...] = ()
+    """Of dead letters."""
+    all: bool = False
+    """Whatever their numbers."""
+
+
 class Drain(Reason, frozen=True, forbid_unknown_fields=True):
     down: bool = False
     """Its machine is off."""

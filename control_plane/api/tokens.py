@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from ...events.decoding import from_json
 from ...events.errors import UsageError
 from ...events.log.identity import SECRET, new_secret
 from ...events.log.redis_streams import RedisLog
@@ -71,7 +72,7 @@ class Tokens:
         self._path, self._clock = path, clock
         self._owner = Token(name=OWNER, role="admin", sha256=hash_of(owner), created_s=0.0)
         try:
-            found = msgspec.json.decode(read_private(path), type=_File)
+            found = from_json(read_private(path), _File)
         except FileNotFoundError:
             found = _File()
         except msgspec.MsgspecError as error:
@@ -97,7 +98,7 @@ class Tokens:
     def merge(self, shared: bytes, *, writes: bool) -> bool:
         """Take what another control plane has shared, and with `writes` store it in the file. False
         if these tokens are newer, or if nothing was shared."""
-        if not shared or (found := msgspec.json.decode(shared, type=_File)).version < self._version:
+        if not shared or (found := from_json(shared, _File)).version < self._version:
             return False
         self._take(found)
         if writes and self._version:

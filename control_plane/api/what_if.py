@@ -8,8 +8,7 @@ import time
 from asyncio.subprocess import DEVNULL, PIPE
 from pathlib import Path
 
-import msgspec
-
+from ...events.decoding import from_json
 from ...events.errors import UnicronError
 from ...events.log import archive
 from ...events.log.port import ReaderPort
@@ -87,7 +86,7 @@ class WhatIfs:
                     out, errors = await process.communicate()
             answer.why = errors.decode(errors="replace").replace(str(path), "the log").strip()
             if not process.returncode:
-                answer.result = msgspec.json.decode(out, type=WhatIfResult)
+                answer.result = from_json(out, WhatIfResult)
         except (TimeoutError, UnicronError) as error:
             answer.why = str(error) or f"it took more than {LIMIT_S:g} s"
         finally:

@@ -182,6 +182,7 @@ HANDLERS: dict[type[t.Body], Handler] = {
     r.PersonNotified: operator_requests.person_notified,
     r.FaultRequested: operator_requests.fault_requested,
     r.TokenChanged: _recorded,
+    r.DeadLettersHandled: _recorded,
     d.IncidentOpened: decisions.incident_opened,
     d.IncidentEscalated: decisions.incident_escalated,
     d.IncidentClosed: decisions.incident_closed,

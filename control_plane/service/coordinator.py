@@ -114,6 +114,8 @@ class Coordinator:
         dead_letters: DeadLetters | None = None,
     ) -> None:
         self._log, self._observe = log, observe
+        self.dead_letters = dead_letters or DeadLetters()
+        """What the intake has rejected here."""
         self._folder = folder
         self._limits = limits or Limits()
         self._jitter = jitter or random.Random()
@@ -124,7 +126,7 @@ class Coordinator:
             code=code,
             policy=policy,
             folder=folder,
-            dead_letters=dead_letters,
+            dead_letters=self.dead_letters,
         )
         self._leases = Leases()
         self._outages = Outages()
@@ -253,6 +255,16 @@ class Coordinator:
         self._wake.set()
         return await self._with_timeout(
             asyncio.shield(write.done), Unavailable("the log cannot be reached; try again")
+        )
+
+    def why_dropped(self, report: Report) -> str:
+        """Why the log would not take a report of an agent now; "": it would."""
+        return self._leader.why_dropped(report)
+
+    async def send_again(self, node: str, entry: bytes) -> None:
+        """Put an entry of a node into the intake again. Raises LogError."""
+        await self._with_timeout(
+            self._log.send_again(node, entry), Unavailable("the log cannot be reached; try again")
         )
 
     async def admit(self, node: str, incarnation: int) -> None:

@@ -13,7 +13,7 @@ from ...events.log.port import Rejected, Sent
 from ...events.log.redis_streams import RedisLog
 from ...events.log.segments import Folder
 from ...events.object_storage import reason
-from ...events.records.codec import encode_record, encode_report
+from ...events.records.codec import encode_record
 from ...events.records.decisions import PlanChosen
 from ...events.records.envelope import Record, Report
 from ...events.records.reports import EpochStarted, OutageEnded, PolicySet, ReportsLost
@@ -285,10 +285,10 @@ class Leader:
             if accepts(self.state, report) != "next":
                 return []
             if is_of_agent and (why := stranger(self.state, report)):
-                rejected.append(_letter(report, why))
+                rejected.append(self._letter(report, why))
                 return []
             if is_of_agent and (why := foreign(self.state, report)):
-                rejected.append(_letter(report, why))
+                rejected.append(self._letter(report, why))
                 report = _lost(report)
         except Exception as error:  # one report must not end the control plane
             if not is_of_agent:
@@ -308,8 +308,16 @@ class Leader:
             self._unfit[name] = _lost(report)
             raise Spoiled(f"a report of {report.source} could not be decided on") from error
 
+    def _letter(self, report: Report, why: str) -> Rejected:
+        """The dead letter of a report."""
+        return Rejected(
+            why=f"{type(report.body).__name__} {report.source_seq}: {why}",
+            source=report.source,
+            data=self._log.entry(report),
+        )
+
     def _raised(self, report: Report, error: Exception) -> Rejected:
-        letter = _letter(report, f"it raises {error!r}")
+        letter = self._letter(report, f"it raises {error!r}")
         _logger.error(
             "a report raises, and is passed over",
             source=report.source,
@@ -317,6 +325,20 @@ class Leader:
             trace="".join(traceback.format_exception(error, limit=-TRACE_LINES_NUM)),
         )
         return letter
+
+    def why_dropped(self, report: Report) -> str:
+        """Why `commit` would drop a report of an agent; "": it would not."""
+        number, source = report.source_seq, report.source
+        try:
+            verdict = accepts(self.state, report)
+            why = stranger(self.state, report) or foreign(self.state, report)
+        except Exception as error:  # noqa: BLE001 - as in `_decide`
+            return f"it raises {error!r}"
+        if verdict == "duplicate":
+            return f"the log has report {number} of {source} already, or says that it is lost"
+        if verdict == "later":
+            return f"the log lacks the report before it, {number - 1} of {source}"
+        return why
 
     async def _begin_with_snapshot(self, folder: Folder) -> None:
         """Take the state of the newest snapshot. Raises CorruptLog if the server lacks anything
@@ -352,15 +374,6 @@ class Leader:
             self.state, self.answers = state, answers
         except OSError as error:
             raise Unavailable(f"{folder.where}: {reason(error)}") from None
-
-
-def _letter(report: Report, why: str) -> Rejected:
-    """The dead letter of a report."""
-    return Rejected(
-        why=f"{type(report.body).__name__} {report.source_seq}: {why}",
-        source=report.source,
-        data=encode_report(report),
-    )
 
 
 def _lost(report: Report) -> Report:

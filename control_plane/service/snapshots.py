@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import msgspec
 import structlog
 
+from ...events.decoding import from_msgpack
 from ...events.errors import CorruptLog
 from ...events.log.segments import Folder, SealedLog
 from ...events.records.envelope import Record
@@ -68,7 +69,7 @@ def newest(
         try:
             schema, data = folder.read_snapshot(one)
             if schema == SCHEMA:
-                answers, state = msgspec.msgpack.decode(data, type=tuple[dict[str, int], bytes])
+                answers, state = from_msgpack(data, tuple[dict[str, int], bytes])
                 return decode_state(state), answers
         except (CorruptLog, msgspec.MsgspecError) as error:
             _logger.warning("passed over a snapshot", snapshot=one.name, why=str(error))

@@ -13,6 +13,7 @@ from math import inf
 
 import msgspec
 
+from ...events.decoding import from_msgpack
 from ...events.errors import CorruptLog, Unavailable
 from ...events.log.segments import SealedLog
 from ...events.records.envelope import Record
@@ -61,7 +62,7 @@ def _kept(log: SealedLog) -> tuple[Usage, int]:
         with suppress(CorruptLog, msgspec.MsgspecError):
             schema, figures = log.folder.read_snapshot(file)
             if schema == SCHEMA:
-                digest, usage = msgspec.msgpack.decode(figures, type=tuple[str, Usage])
+                digest, usage = from_msgpack(figures, tuple[str, Usage])
                 if digest in ends:
                     return usage, ends[digest]
     return Usage(), log.first - 1

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import msgspec
 from msgspec import Struct, field
 
+from ...events.decoding import Decoder
 from ...events.errors import UsageError
 from ...events.records.codec import decode_record
 from ...events.records.decisions import PlanChosen
@@ -124,7 +125,7 @@ class ClusterState(Struct, kw_only=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(ClusterState)
+_decoder = Decoder(ClusterState)
 
 
 def encode_state(state: ClusterState) -> bytes:

@@ -16,6 +16,7 @@ from typing import IO, Any, cast
 import msgspec
 from msgspec import Struct
 
+from ..decoding import from_json
 from ..errors import CorruptLog, UsageError
 from ..records import codec
 from ..records.envelope import Record
@@ -170,8 +171,8 @@ def _header(path: Path, file: IO[bytes]) -> tuple[Header, str]:
     if not line.strip():
         raise UsageError(f"{path} is empty", EXPORT_HINT)
     try:
-        data: Any = msgspec.json.decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        data: Any = from_json(line)
+    except msgspec.MsgspecError:
         raise UsageError(f"{path} is not an exported log", EXPORT_HINT) from None
     if not isinstance(data, dict):
         raise UsageError(f"{path} is not an exported log", EXPORT_HINT)
@@ -199,8 +200,8 @@ def _parse(line: bytes, seq: int, so_far: str) -> tuple[dict[str, Any], str]:
     if not line.endswith(b"\n"):
         raise CorruptLog(seq, f"truncated after {so_far}: the line is incomplete")
     try:
-        data: Any = msgspec.json.decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        data: Any = from_json(line)
+    except msgspec.MsgspecError as error:
         raise CorruptLog(seq, f"the line is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise CorruptLog(seq, "the line is not a record")

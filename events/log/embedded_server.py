@@ -23,6 +23,7 @@ import msgspec
 from msgspec import Struct
 
 from .. import process_identity, unix_socket
+from ..decoding import from_json
 from ..errors import ServerError
 from ..file_lock import FileLock, Held
 from ..private_files import write_private
@@ -295,7 +296,7 @@ def _lock(directory: Path) -> FileLock:
 
 def _note(directory: Path) -> _Note | None:
     try:
-        return msgspec.json.decode((directory / "server.json").read_bytes(), type=_Note)
+        return from_json((directory / "server.json").read_bytes(), _Note)
     except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError):
         return None
 

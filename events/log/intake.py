@@ -7,6 +7,7 @@ from typing import Any, cast
 import msgspec
 from msgspec import Struct
 
+from ..decoding import from_msgpack
 from ..records import codec
 from ..records.codec import UnknownBody
 from ..records.envelope import Report
@@ -25,7 +26,7 @@ def read_report(keys: Keys, sent: Sent) -> Report | Rejected:
     try:
         if sent.num_bytes > REPORT_BYTES_MAX:
             why = f"it has {sent.num_bytes} bytes, and at most {REPORT_BYTES_MAX} are read"
-            return Rejected(why=why, source=source, data=sent.data)
+            return Rejected(why, source, sent.data, sent.num_bytes)
         signature, wire = split_report(sent.data)
         if sent.node and not is_report_signed(keys(sent.node), signature, wire):
             why = "its signature is not the node's"
@@ -49,7 +50,7 @@ def report_fault(report: Report) -> str:
     """
     body: object = report.body
     if isinstance(body, UnknownBody):  # kept as it came
-        body = {"kind": body.kind, "v": body.version, "body": msgspec.msgpack.decode(body.raw)}
+        body = {"kind": body.kind, "v": body.version, "body": from_msgpack(body.raw)}
     where = _fault({"source_seq": report.source_seq, "body": body}, 0)
     return f"its{where}" if where else ""
 

@@ -49,6 +49,8 @@ class Rejected(Struct, frozen=True):
     why: str
     source: str
     data: bytes
+    num_bytes: int = 0
+    """The size of what was sent, if `data` is its beginning."""
 
 
 class Batch(Struct, frozen=True):

@@ -22,6 +22,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from .. import errors, network_address, tls, unix_socket
+from ..decoding import Decoder, from_msgpack
 from ..errors import Ambiguous, Conflict, CorruptLog, Fenced, LogError, Unavailable, UsageError
 from ..object_storage import reason
 from ..process_io import Seldom
@@ -281,17 +282,26 @@ return {(turn + math.max(at, 1)) % #nodes, at == #nodes and 1 or 0, lists, found
 """
 
 BEATS = """
--- KEYS [beat]...
+-- KEYS [beat]... [other]...; ARGV num_kept bytes_max num_beats
 -- The id of each node's newest heartbeat, its incarnation (the newest of the last few), its spool.
+-- A node may write anything to its keys: numbers have at most 15 digits, and a key larger than an
+-- agent ever makes it is dropped. pcall: beats are read also where that is refused.
+local function whole(text)
+  return text and #text < 16 and string.match(text, '^%d+$') and tonumber(text) or 0
+end
+local function bound(key)
+  local size = redis.pcall('MEMORY', 'USAGE', key, 'SAMPLES', '0')
+  if type(size) == 'number' and size > tonumber(ARGV[2]) then redis.pcall('UNLINK', key) end
+end
 local beats = {}
-for i = 1, #KEYS do
-  local id, incarnation, spooled = '', 0, '0'
-  for _, entry in ipairs(redis.call('XREVRANGE', KEYS[i], '+', '-', 'COUNT', 4)) do
-    local own = tonumber(entry[2][2]) or 0
-    if own > incarnation then id, incarnation, spooled = entry[1], own, entry[2][4] or '0' end
+for _, key in ipairs(KEYS) do bound(key) end
+for i = 1, tonumber(ARGV[3]) do
+  local id, incarnation, spooled = '', 0, 0
+  for _, entry in ipairs(redis.call('XREVRANGE', KEYS[i], '+', '-', 'COUNT', ARGV[1])) do
+    local own = whole(entry[2][2])
+    if own > incarnation then id, incarnation, spooled = entry[1], own, whole(entry[2][4]) end
   end
-  beats[3 * i - 2], beats[3 * i - 1] = id, string.format('%.0f', incarnation)
-  beats[3 * i] = spooled
+  for _, value in ipairs({id, incarnation, spooled}) do beats[#beats + 1] = value end
 end
 return {redis.call('TIME'), beats}
 """
@@ -317,6 +327,11 @@ WAITED_NUM_MAX = 4096
 rest. An agent sends at most 1,024 reports that are not acknowledged, now and then again."""
 BEATS_NUM_KEPT = 4
 """Heartbeats that a node's stream keeps, for two agents of one node at the same time."""
+NODE_KEY_BYTES_MAX = 1 << 18
+"""What a node's heartbeats, or the parts of a file that wait, take on the server at most. A part
+has 64 kB."""
+LOOKS_NUM = 16
+"""Looks at the heartbeats of a node for one look at its parts of files, on average."""
 BEATS_NUM_MAX = 256
 """Nodes whose heartbeats are read by one script: about 1 ms of the server (measured)."""
 USERS_NUM_MAX = 64
@@ -350,7 +365,7 @@ TRANSIENT_CODES = (
 Command = tuple[bytes | str | int, ...]
 _Entry = tuple[bytes, list[bytes]]
 """The id and the fields of a stream's entry."""
-_file_parts = msgspec.msgpack.Decoder(FilePart)
+_file_parts = Decoder(FilePart)
 _logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 
@@ -787,23 +802,28 @@ class RedisLog:
         for start in range(0, len(nodes), BEATS_NUM_MAX):
             some = nodes[start : start + BEATS_NUM_MAX]
             (seconds, micros), values = await self._run(
-                BEATS, self._keys(*(f"beat:{node}" for node in some)), ()
+                BEATS,
+                self._keys(
+                    *(f"beat:{node}" for node in some),
+                    *(f"read:{node}" for node in some if secrets.randbelow(LOOKS_NUM) == 0),
+                ),
+                (BEATS_NUM_KEPT, NODE_KEY_BYTES_MAX, len(some)),
             )
             now_s = int(seconds) + int(micros) / 1e6
             for node, entry, incarnation, spooled in zip(
                 some, values[::3], values[1::3], values[2::3], strict=True
             ):
                 # An age is never taken twice: the server's clock may be set back.
-                if not entry or self._beat_ids.get(node) == entry or not incarnation.isdigit():
+                if not entry or self._beat_ids.get(node) == entry:
                     continue
                 self._beat_ids[node] = entry
                 at_s = int(entry.partition(b"-")[0]) / 1e3
                 found.append(
                     Heartbeat(
                         node=node,
-                        incarnation=int(incarnation),
+                        incarnation=incarnation,
                         age_s=max(0.0, now_s - at_s),
-                        num_spooled=int(spooled[:9]) if spooled.isdigit() else 0,
+                        num_spooled=spooled,
                     )
                 )
         return found
@@ -1091,11 +1111,22 @@ class RedisLog:
         for start in range(0, len(reports), SEND_NUM_MAX):
             some = reports[start : start + SEND_NUM_MAX]
             node = some[0].source.rpartition("/")[0]
-            key = self._keys_of(node)
-            wires = [sign_report(key, codec.encode_report(one)) for one in some]
-            inbox, bell = self._keys(f"inbox:{node}" if self._has_lists else "inbox", "bell")
-            wake: list[Command] = [("RPUSH", bell, "")] if self._has_lists else []
-            await self._ask([("RPUSH", inbox, *wires), *wake], repeatable=False)
+            commands = self._push(node, *(self.entry(one) for one in some))
+            await self._ask(commands, repeatable=False)
+
+    def entry(self, report: Report) -> bytes:
+        """The signed report, as a list has it. Raises ValueError."""
+        node = report.source.rpartition("/")[0]
+        return sign_report(self._keys_of(node), codec.encode_report(report))
+
+    async def send_again(self, node: str, entry: bytes) -> None:
+        """Put an entry of a node's list back into it, by the leader."""
+        await self._ask([("SADD", *self._keys("senders"), node), *self._push(node, entry)])
+
+    def _push(self, node: str, *entries: bytes) -> list[Command]:
+        """Append entries to the list of a node, and wake the leader."""
+        inbox, bell = self._keys(f"inbox:{node}" if self._has_lists else "inbox", "bell")
+        return [("RPUSH", inbox, *entries), *[("RPUSH", bell, "")] * self._has_lists]
 
     async def acked(self, source: str) -> int:
         """The highest source_seq of this source that is in the log, 0 for none."""
@@ -1120,7 +1151,7 @@ class RedisLog:
                         entry.decode(), fields[1], read=codec.decode_order_copy
                     ),
                     cursor=entry.decode(),
-                    store_keys=msgspec.msgpack.decode(fields[5], type=StoreKeys),
+                    store_keys=from_msgpack(fields[5], StoreKeys),
                 )
                 for entry, fields in entries
                 if self._is_order(node, entry.decode(), fields)
@@ -1190,8 +1221,10 @@ class RedisLog:
         deadline_s = time.monotonic() + wait_s
         while (rest_s := deadline_s - time.monotonic()) > 0:
             found = await self._block(f"read:{node}", ("BLPOP", read, f"{rest_s:.3f}"), rest_s)
+            if found is None or len(found[1]) > NODE_KEY_BYTES_MAX:
+                continue
             with suppress(msgspec.MsgspecError):  # the node may have sent anything
-                if found and (part := codec.decode(_file_parts, found[1])).number == request.number:
+                if (part := _file_parts.decode(found[1])).number == request.number:
                     return part
         raise Unavailable(f"the agent of {node} does not answer")
 
@@ -1200,7 +1233,7 @@ class RedisLog:
         found = await self._block(
             f"asked:{node}", ("BLPOP", *self._keys(f"asked:{node}"), f"{wait_s:.3f}"), wait_s
         )
-        return msgspec.msgpack.decode(found[1], type=FileRequest) if found else None
+        return from_msgpack(found[1], FileRequest) if found else None
 
     async def send_file(self, node: str, part: FilePart) -> None:
         """Answer a request for a file."""

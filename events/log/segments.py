@@ -25,6 +25,7 @@ from typing import Literal, NamedTuple
 import msgspec
 from msgspec import Struct
 
+from ..decoding import from_json
 from ..errors import CorruptLog, Pruned, UsageError
 from ..object_storage import PathStore, Store
 from ..records import codec
@@ -242,7 +243,7 @@ class Folder:
             )
         try:
             line, _, packed = data.partition(b"\n")
-            header = msgspec.json.decode(line, type=_Header)
+            header = from_json(line, _Header)
             if header.version != FORMAT_VERSION:
                 raise UsageError(
                     f"{name} has format version {header.version}, this reads {FORMAT_VERSION}",

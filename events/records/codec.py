@@ -8,18 +8,18 @@ msgspec, 1.7 M encodes and 2.3 M decodes a second.
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 from msgspec.structs import replace
 
+from ..decoding import Decoder
 from ..errors import CorruptLog
 from . import order_format
 from .envelope import FORMER_NAMES, IGNORABLE, KINDS, VERSIONS, Record, Report
 from .types import Body
 
-T = TypeVar("T")
 _DOUBLE = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]")
 _FLOAT = re.compile(rb"\xca[\x7f\xff][\x80-\xff]")
 """Bytes with which a NaN or an infinity begins in msgpack: a quick first look. msgspec writes them
@@ -84,22 +84,9 @@ class _Wire(Struct, frozen=True, kw_only=True, gc=False):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_any: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder()
-_wire = msgspec.msgpack.Decoder(_Wire)
-_bodies: dict[str, msgspec.msgpack.Decoder[Body]] = {
-    kind: msgspec.msgpack.Decoder(body) for kind, body in KINDS.items()
-}
-
-
-def decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | bytearray) -> T:
-    """Decode what others have sent. Raises msgspec.MsgspecError for whatever is wrong with it: also
-    text that is not UTF-8, numbers that are too large, and data that is nested too deeply."""
-    try:
-        return decoder.decode(data)
-    except (ValueError, OverflowError, RecursionError) as error:
-        if isinstance(error, msgspec.MsgspecError):
-            raise
-        raise msgspec.DecodeError(str(error)) from None
+_any = Decoder[Any](Any)
+_wire = Decoder(_Wire)
+_bodies: dict[str, Decoder[Body]] = {kind: Decoder(body) for kind, body in KINDS.items()}
 
 
 def encode_body(body: Body) -> tuple[str, int, bytes]:
@@ -125,12 +112,12 @@ def decode_body(kind: str, v: int, raw: bytes, *, ignorable: bool = False) -> Bo
     kind = FORMER_NAMES.get(kind, kind)
     current = VERSIONS.get(kind, 1)
     if kind not in KINDS or v > current:
-        msgspec.convert(decode(_any, raw), dict)  # all that prints a record reads its fields
+        msgspec.convert(_any.decode(raw), dict)  # all that prints a record reads its fields
         return UnknownBody(kind=kind, version=v, raw=bytes(raw), ignorable=ignorable)
     if v == current:
-        body = decode(_bodies[kind], raw)
+        body = _bodies[kind].decode(raw)
     else:
-        body = msgspec.convert(_upcast(kind, v, decode(_any, raw)), KINDS[kind])
+        body = msgspec.convert(_upcast(kind, v, _any.decode(raw)), KINDS[kind])
     if (_DOUBLE.search(raw) or _FLOAT.search(raw)) and (where := not_finite(body)):
         raise msgspec.ValidationError(f"{kind}: {where}")
     return body
@@ -156,7 +143,7 @@ def encode_report(report: Report) -> bytes:
 
 def decode_report(data: bytes) -> Report:
     """Raises msgspec.MsgspecError if malformed."""
-    wire = decode(_wire, data)
+    wire = _wire.decode(data)
     if not math.isfinite(wire.occurred_s):
         raise msgspec.ValidationError(f"occurred_s is {wire.occurred_s}")
     return Report(
@@ -203,12 +190,12 @@ def decode_order_copy(data: bytes) -> Record:
     """An order as an agent reads it, without the unknown fields that it may ignore. A body that the
     agent cannot decode is an UnknownBody: the agent refuses this order, and goes on with others.
     Raises msgspec.MsgspecError if the envelope is malformed."""
-    wire = decode(_wire, data)
+    wire = _wire.decode(data)
     raw = bytes(wire.body)
     try:
         if wire.optional is not UNSET:
             unknown = order_format.unknown(wire.optional)
-            raw = _encoder.encode(order_format.without(decode(_any, raw), unknown))
+            raw = _encoder.encode(order_format.without(_any.decode(raw), unknown))
         body = decode_body(wire.kind, wire.v, raw)
     except msgspec.MsgspecError as error:
         body = UnknownBody(kind=wire.kind, version=wire.v, raw=raw, why=str(error))
@@ -217,7 +204,7 @@ def decode_order_copy(data: bytes) -> Record:
 
 def decode_record(data: bytes) -> Record:
     """Raises msgspec.MsgspecError if malformed."""
-    wire = decode(_wire, data)
+    wire = _wire.decode(data)
     return _record(wire, _body(wire))
 
 
@@ -269,7 +256,7 @@ def to_plain(record: Record) -> dict[str, Any]:
         "cause": record.cause,
         "incident": record.incident,
         **({"ignorable": True} if _mark(record.body) is True else {}),
-        "body": msgspec.msgpack.decode(raw),
+        "body": _any.decode(raw),
     }
 
 

@@ -11,7 +11,9 @@ from .types import Body
 VERSIONS: dict[str, int] = {}
 """Kinds whose body has changed since version 1; the codec has an upcaster for each step."""
 
-IGNORABLE = frozenset({"RankReportsDropped", "TokenChanged", "LossFiniteAgain"})
+IGNORABLE = frozenset(
+    {"RankReportsDropped", "TokenChanged", "DeadLettersHandled", "LossFiniteAgain"}
+)
 """Kinds that change no state. Their records are marked so in the log: a Unicron that does not know
 such a kind passes over it. A log with another unknown kind needs the Unicron that wrote it."""
 

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from .. import words as fmt
+from ..decoding import from_json
 from ..spec.model import Axes
 from ..spec.parallelism import layout_label, num_positions
 from ..spec.policy import FLAGS_ONLY, Policy
@@ -55,6 +56,13 @@ def _line_of(text: str, index: int) -> str:
 
 def _because(why: str) -> str:
     return f": {why}" if why else ""
+
+
+def _letters(body: Plain) -> str:
+    """`dead letters 3, 4, 9 and 2 more`."""
+    num, named = int(body["num"]), [str(number) for number in body["numbers"][:3]]
+    left = num - len(named)
+    return f"dead letter{'s' * (num != 1)} {', '.join(named)}" + f" and {left} more" * (left > 0)
 
 
 def _by(body: Plain) -> str:
@@ -209,7 +217,7 @@ def _nodes(there: list[Plain]) -> str:
 
 def _changes(policy: Plain) -> str:
     """The other fields of a policy that are not at their default."""
-    usual: Plain = msgspec.json.decode(msgspec.json.encode(Policy()))
+    usual: Plain = from_json(msgspec.json.encode(Policy()))
     return "".join(
         f", {name} {value}"
         for name, value in policy.items()
@@ -283,6 +291,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "exit": _exit,
     "fault": _fault,
     "layout": _layout,
+    "letters": _letters,
     "lifted": _lifted,
     "library error": _library_error,
     "first line": lambda text: _line_of(text, 0),
@@ -379,6 +388,7 @@ TEMPLATES = {
     "NodeDrained": "{node} is drained{down:?, its machine is off}{reason:because}{:by}",
     "NodeUndrained": "{node} may have tasks again{reason:because}{:by}",
     "FaultRequested": "{:fault}{reason:because}{:by}",
+    "DeadLettersHandled": "{act} {:letters}{reason:because}{:by}",
     "TokenChanged": "{act} the token {name}, role {token_role}{reason:because}{:by}",
     "NodeJoined": "{node} {num_slots} {accelerator} slots, pid {pid}, at {host}{labels:labels}",
     "NodeLeft": "{node}: {reason}",

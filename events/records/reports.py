@@ -11,6 +11,7 @@ from .types import (
     Body,
     FaultKind,
     Labels,
+    LetterAct,
     OperatorRequest,
     Origin,
     RankReport,
@@ -156,6 +157,16 @@ class TokenChanged(OperatorRequest, frozen=True):
     act: TokenAct
     name: str
     token_role: str
+    reason: str = ""
+
+
+class DeadLettersHandled(OperatorRequest, frozen=True):
+    """An operator has removed dead letters, or sent one to the intake again (`act`), for `reason`.
+    `numbers`: the first of `num`, at most 100. Without effect on any decision."""
+
+    act: LetterAct
+    num: int
+    numbers: tuple[int, ...]
     reason: str = ""
 
 

@@ -72,6 +72,10 @@ TokenAct = Literal["created", "rotated", "revoked", "enrolled"]
 """`enrolled`: an agent has exchanged a join token for the identity of its node."""
 
 
+LetterAct = Literal["dropped", "replayed"]
+"""`replayed`: sent to the intake again."""
+
+
 class Body(Struct, frozen=True, kw_only=True, gc=False, forbid_unknown_fields=False):
     """Base class of the bodies of all records. VERSIONS (envelope.py) has their versions."""
 

@@ -508,6 +508,14 @@ def test_a_closed_pipe_is_no_error(log):
             ),
             "enrolled the token n3, role node; by join-n3, join",
         ),
+        (
+            r.DeadLettersHandled(act="dropped", num=5, numbers=(3, 4, 9, 11), reason="junk"),
+            "dropped dead letters 3, 4, 9 and 2 more: junk",
+        ),
+        (
+            r.DeadLettersHandled(act="replayed", num=1, numbers=(7,), who="ann", role="operate"),
+            "replayed dead letter 7; by ann, operate",
+        ),
         (r.FaultRequested(what="stop", task=3, rank=1), "stop task 3 rank 1 for good"),
         (
             r.FaultRequested(what="node", node="n2", reason="to see"),

@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 
 from msgspec import msgpack
 from unicron.events.errors import Ambiguous, Conflict, Fenced, Leased, Unavailable
-from unicron.events.log.identity import report_error
+from unicron.events.log.identity import SIGNATURE_BYTES, report_error
 from unicron.events.log.port import Batch, FilePart, Heartbeat, Rejected, Sent, SentOrder
 from unicron.events.records import codec
 from unicron.events.records.envelope import Record, Report, order_nodes
@@ -41,7 +41,7 @@ class MemoryLog:
         self._clock = clock
         self.fault = fault
         self._records: list[Record] = []
-        self.devices: dict[str, dict[int, str]] = {}
+        self.devices: dict[str, dict[int, str] | bytes] = {}
         """By node whose agent checks devices: what is wrong with that of a slot."""
         self._epoch, self._nonce = 0, ""
         self._lease = "", "", 0.0
@@ -282,9 +282,11 @@ class MemoryLog:
         """As the agent that `devices` plays: what is wrong with each slot's device."""
         if node not in self.devices:
             raise Unavailable(f"the agent of {node} does not answer")
+        played = self.devices[node]
+        if isinstance(played, bytes):
+            return FilePart(number="1", data=played)
         return FilePart(
-            number="1",
-            data=msgpack.encode({slot: self.devices[node].get(slot, "") for slot in slots}),
+            number="1", data=msgpack.encode({slot: played.get(slot, "") for slot in slots})
         )
 
     # --- agents ---------------------------------------------------------------------------------
@@ -298,6 +300,10 @@ class MemoryLog:
                 self._reports.append((self._num_reports, wire))
             self._wake("reports")
         self._reply(outcome, None)
+
+    def entry(self, report: Report) -> bytes:
+        """The report, in place of a signature zeros before it."""
+        return bytes(SIGNATURE_BYTES) + codec.encode_report(report)
 
     async def acked(self, source: str) -> int:
         """The highest source_seq of this source that is in the log."""

@@ -316,6 +316,7 @@ def test_every_kind_of_record_is_an_agents_or_is_not() -> None:
         "IncidentAcknowledged",
         "PersonNotified",
         "TokenChanged",
+        "DeadLettersHandled",
     }
     agents = {kind.__name__ for kind in identity.AGENT_REPORTS if kind is not UnknownBody}
     of_reports = {name for name, kind in KINDS.items() if kind.__module__ == reports.__name__}

@@ -17,6 +17,7 @@ from msgspec import Struct, msgpack
 from unicron import __version__
 
 from ...events import tls
+from ...events.decoding import from_msgpack
 from ...events.errors import LogError, UsageError
 from ...events.file_lock import FileLock, Held
 from ...events.log.identity import Keys, only_key, store_secret, with_credentials
@@ -291,7 +292,7 @@ def _attach(state_dir: Path, node: str) -> tuple[Shim, dict[str, object]]:
         shim.discard(key, shim.held.pop(key).pid)
     shim.kill_unknown(f"{MARKER}={prefix}".encode())
     if NODE in shim.held:
-        return shim, msgpack.decode(shim.held[NODE].note, type=dict[str, object])
+        return shim, from_msgpack(shim.held[NODE].note, dict[str, object])
     return shim, {}
 
 

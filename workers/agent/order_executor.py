@@ -10,6 +10,7 @@ import structlog
 from msgspec import Struct, msgpack
 
 from ...events import object_storage
+from ...events.decoding import from_msgpack
 from ...events.log.identity import StoreKeys
 from ...events.records import orders, reports
 from ...events.records.codec import UnknownBody
@@ -73,7 +74,7 @@ class OrderExecutor:
         self._report = report
         self._journal = journal
         note = journal.notes.get(_ORDERS)
-        former = msgpack.decode(note, type=_OrdersNote) if note is not None else _OrdersNote()
+        former = from_msgpack(note, _OrdersNote) if note is not None else _OrdersNote()
         self._former = self._last = former.epoch, former.last
         self._unstarted = set(former.starts)
         """Of the former agent's StartRanks, those that were not read again yet."""
@@ -127,7 +128,7 @@ class OrderExecutor:
             self._unstarted.discard(frame.seq)
             note, rank.is_adopted = self._journal.notes.get(key_of(order)), True
             if note is not None:
-                rank.note = msgpack.decode(note, type=RankNote)
+                rank.note = from_msgpack(note, RankNote)
             pipe = self._pipe(rank, files.pop(0)) if order.spec.training is not None else None
             self._begin(rank, process, pipe, ProgressPage(files.pop(0)) if files else None)
             if note is None:  # its start was not reported

@@ -7,7 +7,6 @@ checkpoint is published.
 """
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import structlog
 from msgspec import Struct
 
 from ...events import object_storage
+from ...events.decoding import from_json
 from ...events.detached_thread import aside
 from ...events.errors import UnicronError, UsageError
 from ...events.file_lock import FileLock
@@ -228,14 +228,14 @@ def _move_link(folder: Path, relative: PurePosixPath) -> None:
 
 def _decode(data: bytes | None) -> _Note | None:
     try:
-        return msgspec.json.decode(data, type=_Note) if data is not None else None
+        return from_json(data, _Note) if data is not None else None
     except msgspec.MsgspecError:
         return None
 
 
 if __name__ == "__main__":
     try:
-        what = json.loads(sys.argv[2])
+        what = from_json(sys.argv[2])
         if sys.argv[1] == "publish":
             publish(**what)
             sys.stdout.write(_DONE)

@@ -29,8 +29,8 @@ import msgspec
 from msgspec import Struct
 
 from ...events import network_address
+from ...events.decoding import Decoder
 from ...events.log.identity import StoreKey, store_key
-from ...events.records import codec
 
 TASK_BYTES = 8
 """Length of a task number between agent and store: the task ended, or lost its checkpoints."""
@@ -179,7 +179,7 @@ class Refused(Message, frozen=True, kw_only=True):
     why: str
 
 
-_decoder = msgspec.msgpack.Decoder(
+_decoder = Decoder[Message](
     Greeting
     | Claim
     | Proof
@@ -193,7 +193,7 @@ _decoder = msgspec.msgpack.Decoder(
     | StoredReply
     | Refused
 )
-_manifests = msgspec.msgpack.Decoder(Manifest)
+_manifests = Decoder(Manifest)
 
 
 # --- messages and bytes ---
@@ -213,7 +213,7 @@ def receive(connection: socket.socket, *kinds: type[M], until_s: float = math.in
     data = bytearray(size)
     read_exactly(connection, memoryview(data), until_s)
     try:
-        message = codec.decode(_decoder, data)
+        message = _decoder.decode(data)
     except msgspec.MsgspecError as error:
         raise TransferError(f"invalid message: {error}") from None
     if isinstance(message, kinds):
@@ -280,7 +280,7 @@ def checksum_of(manifest: bytes, sums: bytes) -> str:
 def decode_manifest(data: bytes, data_bytes: int) -> Manifest:
     """The manifest of a share whose pieces have `data_bytes` bytes. Raises TransferError."""
     try:
-        manifest = codec.decode(_manifests, data)
+        manifest = _manifests.decode(data)
     except msgspec.MsgspecError as error:
         raise TransferError(f"invalid manifest: {error}") from None
     sizes = [piece.num_bytes for piece in manifest.pieces]

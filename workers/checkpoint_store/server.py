@@ -23,7 +23,7 @@ import traceback
 from typing import NoReturn
 
 from ...events.log.identity import SIGNATURE_BYTES
-from ...events.process_io import LogStream
+from ...events.process_io import LogStream, Seldom
 from ..host import linux
 from . import protocol
 from .protocol import (
@@ -42,6 +42,9 @@ CONNECTIONS_NUM_MAX = 64
 """Connections served at once; further ones wait in the socket's queue."""
 ACCEPT_PAUSE_S = 0.1
 """Time between two attempts to accept a connection after a failure."""
+LINE_S = 10.0
+LINE_CHARS_MAX = 300
+WHO_NUM_MAX = 100
 NICE_NUM = 5
 """Training has priority on a shared core."""
 
@@ -78,24 +81,40 @@ def main() -> None:
 
 
 def log_line(what: str) -> None:
-    LogStream(sys.stderr).write(f"{what}\n")
+    text = what[:LINE_CHARS_MAX]
+    LogStream(sys.stderr).write((text if text.isprintable() else ascii(text)[1:-1]) + "\n")
 
 
 class FailureLog:
-    """Logs a failure once when it begins, and once when it is over."""
+    """Logs a failure once when it begins, and once when it is over: of each address and task at
+    most once in LINE_S, and of all but the last WHO_NUM_MAX of them together."""
 
     def __init__(self) -> None:
+        self._seldom: dict[str, Seldom] = {}
+        self._others = Seldom(LINE_S)
         self._failing: set[str] = set()
+        self._lock = threading.Lock()
 
     def failed(self, who: str, why: str) -> None:
-        if who not in self._failing:
-            self._failing.add(who)
-            log_line(f"{who}: {why}")
+        with self._lock:
+            if who not in self._failing and self._may_log(who):
+                self._failing.add(who)
+                log_line(f"{who}: {why}")
 
     def succeeded(self, who: str) -> None:
-        if who in self._failing:
-            self._failing.discard(who)
-            log_line(f"{who}: recovered")
+        with self._lock:
+            if who in self._failing:
+                self._failing.discard(who)
+                log_line(f"{who}: recovered")
+
+    def _may_log(self, who: str) -> bool:
+        if who not in self._seldom and len(self._seldom) >= WHO_NUM_MAX:
+            if not self._others.due():
+                return False
+            oldest = next(iter(self._seldom))
+            del self._seldom[oldest]
+            self._failing.discard(oldest)
+        return bool(self._seldom.setdefault(who, Seldom(LINE_S)).due())
 
 
 def _serve_for_ever(listener: socket.socket, store: CheckpointStore, secret: bytes) -> NoReturn:
@@ -145,6 +164,10 @@ def _serve_connection(
             handle_connection(connection, store, secret, failures)
     except (OSError, TransferError) as error:
         failures.failed(host, f"connection failed: {error or type(error).__name__}")
+    except Exception as error:  # noqa: BLE001 - what one client sends ends its own connection
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        at = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+        failures.failed(host, f"connection failed: {type(error).__name__} at {at}: {error}")
     else:
         failures.succeeded(host)
     finally:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 import msgspec
 from msgspec import Meta, Struct
 
+from ...events.decoding import from_json
 from ...events.errors import UsageError
 from .flight_recorder import Dump, Job, NotADump, read
 
@@ -164,7 +165,7 @@ def _document(path: Path) -> object:
         )
     data = path.read_bytes()
     try:
-        return _unpickled(data) if data[:1] == b"\x80" else msgspec.json.decode(data)
+        return _unpickled(data) if data[:1] == b"\x80" else from_json(data)
     except _ImportRefused as error:
         raise UsageError(
             f"{path}: refused: it would load {error}",

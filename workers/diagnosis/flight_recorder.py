@@ -20,6 +20,8 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
+from ...events.decoding import from_json
+
 DIMENSIONS_NUM_MAX = 64
 """Maximum number of tensor dimensions in torch."""
 
@@ -196,7 +198,7 @@ def _read(rank: int, dump: _Document) -> Dump:
     groups: dict[str, Group] = {name: Group(name) for name in newest}
     members: dict[Group, tuple[int, ...]] = {}
     for key, one in config.items():
-        ranks = msgspec.json.decode(one.ranks or "[]", type=tuple[_Whole, ...])
+        ranks = from_json(one.ranks or "[]", tuple[_Whole, ...])
         name = _group_name(key, one.desc)
         groups[name] = Group(name, " ".join(map(str, sorted(ranks))))
         if ranks:

@@ -10,6 +10,7 @@ from typing import IO
 import msgspec
 from msgspec import Struct
 
+from ...events.decoding import from_msgpack
 from ...events.object_storage import COMPLETE_MARK, PathStore, Store
 from ...events.spec.job import is_url
 
@@ -44,7 +45,7 @@ class Index(Struct, frozen=True, array_like=True):
 def read_index(data: bytes | None) -> Index | None:
     """An index from its bytes; None if there is none, or if it is not complete."""
     try:
-        return None if data is None else msgspec.msgpack.decode(data, type=Index)
+        return None if data is None else from_msgpack(data, Index)
     except msgspec.MsgspecError:
         return None
 

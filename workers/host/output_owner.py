@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from ...events.decoding import from_json
 from ...events.object_storage import PathStore
 from ...events.spec.job import URL
 
@@ -124,14 +125,14 @@ def read(folder: Path) -> Owner | None:
         data = PathStore(folder).read(OWNER_FILE)
         if data is None:
             return None
-        with suppress(msgspec.MsgspecError, UnicodeDecodeError):
-            return msgspec.json.decode(data, type=Owner)
+        with suppress(msgspec.MsgspecError):
+            return from_json(data, Owner)
         if time.monotonic() > deadline_s:
             break
         time.sleep(_POLL_S)
-    with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+    with suppress(msgspec.MsgspecError):
         if published := PathStore(folder).read(PUBLISHED_FILE):
-            return msgspec.json.decode(published, type=Owner)
+            return from_json(published, Owner)
     raise NotOwner(
         f"{folder / OWNER_FILE} is damaged: whose folder it is cannot be known",
         "remove it, if no other task writes there",

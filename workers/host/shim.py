@@ -21,6 +21,7 @@ from typing import NoReturn, TypeVar
 import msgspec
 from msgspec import Struct
 
+from ...events.decoding import Decoder
 from ...events.errors import UsageError
 from . import linux, rank_user
 
@@ -98,7 +99,7 @@ class Reply(Struct, frozen=True, tag=True):
 
 
 _Message = Attach | Served | Held | Start | Status | Reap | End
-_decoder = msgspec.msgpack.Decoder(_Message)
+_decoder = Decoder[_Message](_Message)
 
 
 def send(connection: socket.socket, message: Struct, files: Sequence[int] = ()) -> None:
@@ -108,7 +109,7 @@ def send(connection: socket.socket, message: Struct, files: Sequence[int] = ()) 
     connection.sendall(data)
 
 
-def receive(connection: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> tuple[T, list[int]]:
+def receive(connection: socket.socket, decoder: Decoder[T]) -> tuple[T, list[int]]:
     """The next message and its files. Raises EOFError if the other side is gone, OSError."""
     head, files, _, _ = socket.recv_fds(
         connection, _HEAD.size, FILES_NUM_MAX, socket.MSG_CMSG_CLOEXEC

@@ -11,6 +11,7 @@ import struct
 import msgspec
 from msgspec import Raw, Struct
 
+from ...events.decoding import Decoder, from_msgpack
 from ...events.log.identity import StoreKeys
 from ...events.records.codec import decode_body, encode_body
 from ...events.records.types import Body
@@ -64,7 +65,7 @@ class _Wire(Struct, frozen=True, kw_only=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Wire)
+_decoder = Decoder(_Wire)
 
 
 def pack(frame: Frame) -> bytes:
@@ -139,7 +140,7 @@ class Unpacker:
 def _body(wire: _Wire) -> Body:
     own = _NO_RECORDS.get(wire.kind)
     return (
-        msgspec.msgpack.decode(wire.body, type=own)
+        from_msgpack(wire.body, own)
         if own is not None
         else decode_body(wire.kind, wire.v, bytes(wire.body))
     )

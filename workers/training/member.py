@@ -11,6 +11,7 @@ import structlog
 import torch
 from msgspec.structs import replace
 
+from ...events.decoding import from_msgpack
 from ...events.errors import UsageError
 from ...events.records import reports
 from ...events.records.orders import Quiesce, Reconfigure, Resume, StartRank
@@ -281,7 +282,7 @@ class Member:
             order.store,
             msgspec.msgpack.encode(self.recovery.claim()),
         )
-        claims = [msgspec.msgpack.decode(data, type=Claim) for data in claim_bytes]
+        claims = [from_msgpack(data, Claim) for data in claim_bytes]
         self._check_versions(claims, order, place)
         self.communicators.up(self.axes, self._replica(place))
         up_s = clock()

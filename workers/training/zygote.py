@@ -16,6 +16,7 @@ from typing import NoReturn
 
 import msgspec
 
+from ...events.decoding import from_msgpack
 from ...events.errors import UsageError
 from ..host import linux, rank_user
 from ..host.rank_user import RankUser
@@ -50,7 +51,7 @@ def main() -> None:
         data, fds, _, _ = socket.recv_fds(connection, REQUEST_BYTES_MAX, FDS_NUM_MAX)
         if not data:
             return
-        _fork(connection, args.parent, user, msgspec.msgpack.decode(data, type=ForkRequest), fds)
+        _fork(connection, args.parent, user, from_msgpack(data, ForkRequest), fds)
 
 
 def _fork(

@@ -97,6 +97,18 @@ async def _of_a_node_the_sick_slots_stay_out(site: Site) -> None:
 test_of_a_node_the_sick_slots_stay_out = real(_of_a_node_the_sick_slots_stay_out, SOON)
 
 
+async def _an_answer_that_cannot_be_read_is_none(site: Site) -> None:
+    await two_slots_out(site)
+    for answer in (b"", b"\x81\x01\xa1\xff", b"\x91" * 5_000, b"\x81\xcf" + b"\xff" * 8 + b"\xa0x"):
+        site.log.devices["n1"] = answer
+        detail = await site.refused(503, "POST", "/v1/nodes/n1:1/lift", {})
+        assert "the agent of n1 answers about n1/1 what cannot be read: " in detail
+    assert await out(site) == [0, 1]
+
+
+test_an_answer_that_cannot_be_read_is_none = real(_an_answer_that_cannot_be_read_is_none, SOON)
+
+
 async def _a_dry_run_is_carried_out_after_the_check(site: Site) -> None:
     await two_slots_out(site)
     change = {"lift": ["n1/0"]}

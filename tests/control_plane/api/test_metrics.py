@@ -45,6 +45,7 @@ PLAIN = {
     "healing_active",
     "log_reachable",
     "spooled_reports",
+    "dead_letters",
     "reports_lost",
     "nodes",
     "slots",

@@ -47,6 +47,7 @@ def of_api(shown: dict[str, Any]) -> Any:
         "follows": "",
         "followers": [],
         "insecure": False,
+        "dead_letters": 0,
         "ca": "",
     }
     return json.loads(msgspec.json.encode(shown))

@@ -69,6 +69,7 @@ BODIES: st.SearchStrategy[t.Body] = st.one_of(
     st.builds(
         r.TokenChanged, act=st.sampled_from(["created", "enrolled"]), name=WORDS, token_role=WORDS
     ),
+    st.builds(r.DeadLettersHandled, act=st.just("dropped"), num=SMALL, numbers=st.just((1,))),
     st.builds(r.OrderRefused, node=NODES, order=st.integers(0, 80), why=WORDS),
     st.builds(r.TaskCancelRequested, task=st.sampled_from([4, 5, 77]), reason=WORDS),
     st.builds(r.DeadlineReached, deadline=WORDS),

@@ -6,10 +6,10 @@ import ast
 import re
 from pathlib import Path
 
-from .tree import Rules, files, library, nodes
+from .tree import Rules, files, imports, library, nodes
 
 # The only files that may catch Exception: third-party code there must not end the process, nor may
-# what only observes it, nor what one agent sends.
+# what only observes it, nor what one agent or one connection sends.
 CATCH_ALL: tuple[str, ...] = (
     "control_plane/api/metrics.py",
     "control_plane/service/leader.py",
@@ -17,6 +17,7 @@ CATCH_ALL: tuple[str, ...] = (
     "events/detached_thread.py",
     "events/log/intake.py",
     "events/object_storage.py",
+    "workers/checkpoint_store/server.py",
 )
 
 
@@ -41,6 +42,24 @@ def no_broad_except(root: Path) -> list[str]:
             if re.search(r"\b(Base)?Exception\b", caught) and not again and name not in CATCH_ALL:
                 found.append(f"{name}:{node.lineno} catches {caught}")
     return found
+
+
+DECODING = "events/decoding.py"
+"""The only file that may call the decoders of msgspec and json: they raise errors of four kinds."""
+DECODERS = re.compile(r"(^|\.)(msgpack|json)\.(decode|decode_lines|Decoder|loads?|JSONDecoder)$")
+
+
+def one_file_decodes(root: Path) -> list[str]:
+    return [
+        f"{name}:{line} uses {dotted}, not {DECODING}"
+        for name, tree in library(root)
+        if name != DECODING
+        for line, dotted in (
+            *imports(name, tree),
+            *((n.lineno, ast.unparse(n)) for n in nodes(tree) if isinstance(n, ast.Attribute)),
+        )
+        if DECODERS.search(dotted)
+    ]
 
 
 def only_cli_prints(root: Path) -> list[str]:
@@ -74,6 +93,12 @@ RULES: Rules = {
     no_broad_except: [
         {"cli/a.py": f"try:\n    f()\nexcept{what}:\n    pass\n"}
         for what in ("", " Exception", " (ValueError, Exception)", " BaseException as error")
+    ],
+    one_file_decodes: [
+        {"events/a.py": "import msgspec\nmsgspec.msgpack.decode(b'')\n"},
+        {"workers/a.py": "from msgspec import json as j, msgpack\nmsgpack.Decoder(int)\n"},
+        {"cli/a.py": "from msgspec.json import decode\n"},
+        {"control_plane/a.py": "import json\njson.loads('')\n"},
     ],
     only_cli_prints: [{"events/a.py": "print(1)\n"}],
     no_foreign_words: [{"docs/a.md": "see /wor" + "k/main\n"}, {"a.py": "# issu" + "e 2\n"}],

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import mmap
 import os
+import random
 import re
 import resource
 import signal
@@ -42,6 +43,7 @@ from checkpoint_stores import (
 )
 from checkpoint_stores import stored as stored_share
 from structlog.testing import capture_logs
+from unicron.events import network_address
 from unicron.events.errors import UsageError
 from unicron.events.log.identity import StoreKey, store_key, store_secret
 from unicron.workers.agent import checkpoint_store as agents_keeper
@@ -54,7 +56,7 @@ from unicron.workers.checkpoint_store.protocol import (
     Offer,
     TransferError,
 )
-from unicron.workers.checkpoint_store.server import CONNECTIONS_NUM_MAX
+from unicron.workers.checkpoint_store.server import CONNECTIONS_NUM_MAX, WHO_NUM_MAX, FailureLog
 from unicron.workers.checkpoint_store.store import (
     BYTES_MAX,
     ENDED_NUM_MAX,
@@ -692,6 +694,61 @@ def test_repeated_failures_are_logged_once(tmp_path: Path) -> None:
         "task 7: recovered",
         "task 7: refused: share of 1001 bytes does not fit into 1000",
     ]
+
+
+def said_by_strangers(chance: random.Random) -> Iterator[bytes]:
+    """Without the key: what cannot be decoded, numbers beyond all bounds, long text, any bytes."""
+    for number in (2**64 - 1, -(2**63), 2**63, 0):
+        claim = protocol.Claim(task=number, generation=number, nonce=b"", answer=b"")
+        yield msgspec.msgpack.encode(claim)
+    yield msgspec.msgpack.encode(protocol.Refused(why="\n\x1b[2J" * 20_000))
+    yield b"\x82\xa4type\xa7Refused\xa3why\xa3\xff\xff\xff"
+    yield b"\x82\xa4type\xa7Refused\xa3why" + b"\x91" * 100_000
+    for _ in range(100):
+        yield chance.randbytes(chance.randrange(60))
+
+
+def test_strangers_do_not_fill_the_log(tmp_path: Path) -> None:
+    path, chance = tmp_path / "keeper.log", random.Random(11)
+
+    async def live() -> None:
+        async with store_process(tmp_path, Losses()) as keeper:
+            await asyncio.to_thread(put, keeper.endpoint, 10, [bytes(100)])
+            pid = keeper.pid
+            for number, said in enumerate(said_by_strangers(chance)):
+                await asyncio.to_thread(say, keeper.endpoint, said)
+                # The address is good again.
+                await asyncio.to_thread(put, keeper.endpoint, 11 + number, [bytes(100)])
+            assert keeper.pid == pid
+
+    asyncio.run(live())
+    text = path.read_text()
+    assert len(text) < 1_000, text
+    assert "connection failed: " in text
+    assert "Traceback" not in text
+
+
+def say(endpoint: str, message: bytes) -> None:
+    """Send one message without a key, and wait until the store closes the connection."""
+    with socket.create_connection(network_address.split_endpoint(endpoint)) as one:
+        protocol.receive(one, protocol.Greeting)
+        one.settimeout(WAIT_S)
+        with contextlib.suppress(ConnectionError):
+            one.sendall(len(message).to_bytes(4, "big") + message)
+            one.shutdown(socket.SHUT_WR)
+            while one.recv(1 << 16):
+                pass
+
+
+def test_failures_of_many_addresses_are_few_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    failures = FailureLog()
+    for number in range(3 * WHO_NUM_MAX):
+        for _ in range(3):
+            failures.failed(f"host {number}", "w" * 5_000)
+            failures.succeeded(f"host {number}")
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 2 * (WHO_NUM_MAX + 1)
+    assert max(map(len, lines)) <= 310
 
 
 async def test_a_store_without_descriptors_waits_and_continues(tmp_path: Path) -> None:

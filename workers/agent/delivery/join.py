@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from ....events import tls, unix_socket
+from ....events.decoding import from_json
 from ....events.errors import Leased, UsageError
 from ....events.log.identity import new_secret
 from ....events.private_files import read_private, write_private
@@ -172,7 +173,7 @@ async def _post(
             problem.hint or "does --url name a unicron control plane?",
         )
     try:
-        return msgspec.json.decode(data, type=Joined)
+        return from_json(data, Joined)
     except msgspec.MsgspecError as error:
         raise UsageError(
             f"{url} sends an invalid answer: {error}",
@@ -183,6 +184,6 @@ async def _post(
 def _problem(data: bytes) -> _Problem:
     """The decoded error body. If it cannot be decoded, the first line of the text."""
     try:
-        return msgspec.json.decode(data, type=_Problem)
+        return from_json(data, _Problem)
     except msgspec.MsgspecError:
         return _Problem(detail=data[:200].decode(errors="replace").strip().partition("\n")[0])

@@ -25,6 +25,7 @@ import msgspec
 import structlog
 from msgspec import Struct
 
+from ....events.decoding import from_msgpack
 from ....events.log.intake import report_fault
 from ....events.records import reports
 from ....events.records.codec import decode_report, encode_report, not_finite
@@ -331,7 +332,7 @@ def load_spool(path: Path, source: str, node: str, clock: Callable[[], float]) -
         at += num_bytes & ~_NOTED_CODE
         try:
             if num_bytes & _NOTED_CODE:
-                noted = msgspec.msgpack.decode(wire, type=_Noted)
+                noted = from_msgpack(wire, _Noted)
                 wire = noted.wire
                 if noted.note is None:
                     notes.pop(noted.key, None)

@@ -9,6 +9,7 @@ from pathlib import Path
 import structlog
 from msgspec import Struct, msgpack
 
+from ....events.decoding import from_msgpack
 from ....events.detached_thread import BlockingCalls, Late
 from ....events.records.reports import DeviceErred, HealthChanged
 from ....events.records.types import Body
@@ -189,7 +190,7 @@ class HealthMonitor:
         note = self._journal.notes.get(_KEY + check) if self._journal is not None else None
         if note is None:
             return None
-        finding = msgpack.decode(note, type=Finding)
+        finding = from_msgpack(note, Finding)
         self._named_slots.setdefault(check, finding.devices)
         return finding
 

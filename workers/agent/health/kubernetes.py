@@ -13,8 +13,9 @@ from typing import Any
 
 import aiohttp
 import structlog
-from msgspec import MsgspecError, Raw, Struct, json
+from msgspec import MsgspecError, Raw, Struct
 
+from ....events.decoding import from_json
 from ....events.errors import UsageError
 from ....events.records.reports import CheckHealth
 from ....events.records.types import Labels
@@ -124,7 +125,7 @@ async def labels_of(name: str, given: Labels) -> Labels:
     Kubernetes those given. Raises UsageError."""
     try:
         async with aclosing(_read("read_node", ANSWER_S_MAX, name=name)) as lines:
-            labels = json.decode(await anext(lines, b""), type=_Node).metadata.labels
+            labels = from_json(await anext(lines, b""), _Node).metadata.labels
     except _FAILURES as error:
         _log.warning("no rack and switch from Kubernetes", why=str(error))
         return given
@@ -150,10 +151,10 @@ async def follow(name: str) -> AsyncIterator[dict[str, Finding]]:
                 )
             ) as lines:
                 async for line in lines:
-                    event = json.decode(line, type=_Event)
+                    event = from_json(line, _Event)
                     if event.type not in ("ADDED", "MODIFIED"):  # most often: it is too old
                         break
-                    yield findings(json.decode(event.object, type=_Node))
+                    yield findings(from_json(event.object, _Node))
                     num_failures = 0
         except (*_FAILURES, UsageError) as error:
             num_failures += 1

@@ -10,6 +10,7 @@ from pathlib import Path
 from msgspec import Struct, json, msgpack, structs
 
 from ....events import network_address
+from ....events.decoding import from_msgpack
 from ....events.records.orders import StartRank
 from ....events.records.types import Labels
 from ....events.spec.launchers import launcher_of
@@ -108,7 +109,7 @@ class Launcher:
         process, and the files that the shim has held."""
         for key, held in self._shim.held.items():
             if held.note and held.pid:
-                note = msgpack.decode(held.note, type=_Note)
+                note = from_msgpack(held.note, _Note)
                 (frame,) = Unpacker().feed(note.order)
                 marker = f"{MARKER}={self._node.mark}{self._node.incarnation}:{key}".encode()
                 process = Process(

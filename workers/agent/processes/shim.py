@@ -18,6 +18,7 @@ import msgspec
 import structlog
 
 from ....events import unix_socket
+from ....events.decoding import Decoder
 from ....events.errors import UnicronError
 from ...host import linux, shim
 
@@ -29,8 +30,8 @@ CHECK = "check/"
 """Keys of what is held, other than the ranks' `task.rank.attempt`; CHECK begins that of a check."""
 
 _log = structlog.get_logger("agent")
-_replies = msgspec.msgpack.Decoder(shim.Reply)
-_helds = msgspec.msgpack.Decoder(shim.Held)
+_replies = Decoder(shim.Reply)
+_helds = Decoder(shim.Held)
 
 
 class ShimLost(UnicronError):

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
+from ....events.decoding import from_json
+
 ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 FILE_BYTES_MAX = 1 << 20
 """A larger file is not torch's."""
@@ -50,8 +52,8 @@ def read(path: Path, uid: int) -> TorchError | None:
 def parse(data: bytes) -> TorchError | None:
     """Parse torch's JSON: {"message": TEXT}, or of a mapping with a traceback; None: no text."""
     try:
-        decoded: Any = msgspec.json.decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
+        decoded: Any = from_json(data)
+    except msgspec.MsgspecError:
         return None
     message = _get(decoded, "message")
     if isinstance(message, str):

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from ....events.decoding import from_msgpack
 from ...ipc.pipe_protocol import REQUEST_BYTES_MAX, ForkReply, ForkRequest
 from .shim import ZYGOTE, Shim
 
@@ -89,7 +90,7 @@ class Zygote:
         try:
             self._socket.settimeout(FORK_S_MAX)
             socket.send_fds(self._socket, [_request(env)], files)
-            answer = msgspec.msgpack.decode(self._socket.recv(REQUEST_BYTES_MAX), type=ForkReply)
+            answer = from_msgpack(self._socket.recv(REQUEST_BYTES_MAX), ForkReply)
         except (OSError, msgspec.MsgspecError) as error:
             self.close()
             raise OSError(f"the zygote does not fork: {error}") from None

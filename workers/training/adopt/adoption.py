@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import structlog
-from msgspec import json
 from msgspec.structs import replace
 
+from ....events.decoding import from_json
 from ....events.errors import UsageError
 from ....events.records.reports import InMemoryRecoveryDeclined
 from ....events.spec.job import Loop, Reproducible, check_reproducible
@@ -344,7 +344,7 @@ def adopt(
             warn_unknown()
             validate()
             made = work(
-                json.decode(os.environ[LOOP], type=Loop)
+                from_json(os.environ[LOOP], Loop)
                 if LOOP in os.environ
                 else _loop_without_agent(iterations, micro_batches, axes or Axes())
             )

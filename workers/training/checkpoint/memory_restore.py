@@ -22,6 +22,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
+from ....events.decoding import from_msgpack
 from ....events.log.identity import StoreKeys
 from ....events.records.types import MemoryCheckpoint
 from ...checkpoint_store import protocol
@@ -168,7 +169,7 @@ class Stores:
             more = f" and {len(reading.missing) - 1} more" if len(reading.missing) > 1 else ""
             raise TransferError(f"it is of another model: it lacks {reading.missing[0]}{more}")
         try:
-            numbers = msgspec.msgpack.decode(reading.numbers, type=training_state.Numbers)
+            numbers = from_msgpack(reading.numbers, training_state.Numbers)
         except msgspec.MsgspecError as error:
             raise TransferError(f"its numbers cannot be decoded: {error}") from None
         if numbers.step_version != version.step_version:
@@ -281,7 +282,7 @@ def gather_shares(mine: Sequence[StoredShare]) -> list[StoredShare]:
     return [
         share
         for found in World().collect(msgspec.msgpack.encode(mine))
-        for share in msgspec.msgpack.decode(found, type=list[StoredShare])
+        for share in from_msgpack(found, list[StoredShare])
     ]
 
 

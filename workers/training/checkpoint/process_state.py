@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ....events.decoding import from_msgpack
 from ..recovery import resharding
 from ..recovery.regions import State, kind_of, torch_dtype
 from ..recovery.resharding import Region
@@ -40,7 +41,7 @@ def decode(data: bytes, tensors: Mapping[str, Tensor], meshes: Sequence[Any] = (
     """The tree that `encode` was given. `tensors`: by shard key. `meshes`: those of the distributed
     tensors in it. Raises ValueError."""
     try:
-        return _Decoder(tensors, meshes).value(msgspec.msgpack.decode(data))
+        return _Decoder(tensors, meshes).value(from_msgpack(data))
     except (msgspec.MsgspecError, KeyError, IndexError, TypeError, RuntimeError) as error:
         raise ValueError(f"state of a process that cannot be decoded: {error}") from None
 

@@ -13,6 +13,7 @@ import msgspec
 import structlog
 from msgspec import Struct
 
+from ....events.decoding import from_msgpack
 from ....events.records.orders import StartRank
 from ...checkpoint_store.protocol import TransferError
 from ..process.control_thread import Control
@@ -76,8 +77,7 @@ class RestartMemory:
         all_found = [mine]
         if self._num > 1:
             all_found = [
-                msgspec.msgpack.decode(data, type=_Found)
-                for data in World().collect(msgspec.msgpack.encode(mine))
+                from_msgpack(data, _Found) for data in World().collect(msgspec.msgpack.encode(mine))
             ]
         self._generation = max(one.attempt for one in all_found)
         after = max(one.after for one in all_found)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ....events import network_address
+from ....events.decoding import from_msgpack
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import num_positions
 from ....events.timing import RENDEZVOUS_S_MAX
@@ -90,7 +91,7 @@ def pack_news(news: Sequence[bytes]) -> bytes:
 
 
 def unpack_news(data: bytes) -> list[bytes]:
-    return msgspec.msgpack.decode(zlib.decompress(data), type=list[bytes])
+    return from_msgpack(zlib.decompress(data), list[bytes])
 
 
 @contextmanager

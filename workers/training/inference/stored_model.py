@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from ....events.decoding import from_json
 from ....events.errors import UsageError
 from ....events.object_storage import Store, reason
 from ....events.spec.job import is_url
@@ -94,7 +95,7 @@ def _checkpoint_at(path: str) -> str:
     if (note := Store(output).read(_LATEST)) is None:
         return output
     try:
-        return f"{output}/{msgspec.json.decode(note, type=dict[str, Any])['path']}"
+        return f"{output}/{from_json(note, dict[str, Any])['path']}"
     except (msgspec.MsgspecError, KeyError):
         raise UsageError(
             f"{output}/{_LATEST} does not name a checkpoint",

@@ -28,9 +28,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from msgspec import json
 from torch.utils.data import DataLoader, default_collate
 
+from ....events.decoding import from_json
 from ....events.errors import UsageError
 from ....events.spec.job import Loop
 from ....events.spec.parallelism import Parallel
@@ -167,7 +167,7 @@ def _initialize(
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     if not torch.cuda.is_available():
         cpu_device.prepare_device()
-    loop = json.decode(os.environ[LOOP], type=Loop)
+    loop = from_json(os.environ[LOOP], Loop)
     args, given = _parse(extra_args_provider)
     _set_layout(args, given, loop.parallel)
     if why := arguments.why_not(given):

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from ....events.decoding import from_json
 from ....events.spec.model import LAYERS_NUM_MAX, TOKENS_NUM_MAX
 
 FILE = "config.json"
@@ -46,7 +47,7 @@ def encode(config: Gpt2) -> bytes:
 
 def decode(data: bytes) -> Gpt2:
     """Raises ValueError, also for a model that this release does not know."""
-    found = msgspec.json.decode(data, type=Gpt2)
+    found = from_json(data, Gpt2)
     if found.n_embd % found.n_head:
         raise ValueError(f"n_embd {found.n_embd} is not divisible by n_head {found.n_head}")
     return found

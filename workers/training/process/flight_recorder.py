@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ....events.decoding import from_json
 from ....events.process_io import LogStream
 from ..dependencies.private_torch import recorded_collectives
 
@@ -69,7 +70,7 @@ class Recorder:
                 break
         else:
             return ""
-        found: dict[str, Any] = json.loads(data)
+        found: dict[str, Any] = from_json(data)
         found["entries"] = [
             one
             for one in found.get("entries", ())

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ....events.decoding import from_msgpack
 from ....events.words import listed
 
 Dims = tuple[int, ...]
@@ -63,7 +64,7 @@ class ShardList:
     def decode(cls, data: bytes) -> ShardList:
         """The list that was `encoded`. Raises ValueError."""
         try:
-            return cls(msgspec.msgpack.decode(zlib.decompress(data), type=tuple[Shard, ...]))
+            return cls(from_msgpack(zlib.decompress(data), tuple[Shard, ...]))
         except (zlib.error, msgspec.MsgspecError) as error:
             raise ValueError(f"the list of shards cannot be decoded: {error}") from None
 

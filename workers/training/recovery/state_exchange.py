@@ -16,6 +16,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
+from ....events.decoding import from_msgpack
 from ....events.spec.parallelism import coordinates
 from ..model import training_state
 from .peers import World, tensor_of
@@ -193,7 +194,7 @@ class Planner:
             if self.want is not None:
                 plan, mine = self._own_plan(self.want)
             told = [
-                msgspec.msgpack.decode(each, type=Told)
+                from_msgpack(each, Told)
                 for each in self.peers.collect(msgspec.msgpack.encode(mine))
             ]
             if not any(each.missing or each.odd for each in told):
@@ -367,7 +368,7 @@ def exchange(
         bad = {
             place
             for each in peers.collect(msgspec.msgpack.encode(bad))
-            for place in msgspec.msgpack.decode(each, type=set[int])
+            for place in from_msgpack(each, set[int])
         }
         if not bad:  # on any member
             break
@@ -396,7 +397,7 @@ def encode_request(request: Request) -> bytes:
 def decode_request(data: bytes) -> Request:
     """Raises RuntimeError."""
     try:
-        return msgspec.msgpack.decode(zlib.decompress(data), type=Request)
+        return from_msgpack(zlib.decompress(data), Request)
     except (zlib.error, msgspec.MsgspecError) as error:
         raise RuntimeError(f"the request cannot be decoded: {error}") from None
 
@@ -423,6 +424,6 @@ def _side(me: int, plan: Plan, mine: _Memory, theirs: _Memory, *, staged: bool) 
 
 def _read(encoded: Tensor) -> training_state.Numbers:
     try:
-        return msgspec.msgpack.decode(encoded.numpy().data, type=training_state.Numbers)
+        return from_msgpack(encoded.numpy().data, training_state.Numbers)
     except msgspec.MsgspecError as error:
         raise RuntimeError(f"the numbers cannot be decoded: {error}") from None

@@ -1,0 +1,64 @@
+"""What a node may write to its own keys of the server ends nothing and has a bound."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import redis
+from unicron.events.log.embedded_server import Server
+from unicron.events.log.redis_streams import LOOKS_NUM, NODE_KEY_BYTES_MAX, RedisLog
+
+BEAT, READ, OTHER = "{unicron:c}:beat:n1", "{unicron:c}:read:n1", "{unicron:c}:beat:n2"
+NODES = ["n1", "n2"]
+Redis: Any = redis.Redis
+VALUES: list[bytes] = [
+    *(b"", b"text", b"nan", b"inf", b"-inf", b"1e308", b"1e400", b"0x10", b"-5", b"1.5", b" 7 "),
+    *(b"\xff\xfe", b"\0", b"%s%d", str(2**70).encode(), 5_000 * b"9"),
+]
+
+
+async def test_a_hostile_heartbeat_is_none(own_server: Server) -> None:
+    log = RedisLog(own_server.url, "c")
+    try:
+        with Redis.from_url(own_server.url) as node:
+            for value, other in itertools.product(VALUES, VALUES):
+                for fields in ({"i": value}, {"i": value, "s": other}, {value: other}):
+                    node.xadd(BEAT, fields)
+                    node.xadd(OTHER, {"i": 7, "s": other})
+                    assert [(beat.node, beat.incarnation) for beat in await log.beats(NODES)] == [
+                        ("n2", 7)
+                    ]
+            node.xadd(BEAT, {"i": 5}, id=f"{2**64 - 1}-1")
+            (beat,) = await log.beats(["n1"])
+            assert (beat.incarnation, beat.num_spooled, beat.age_s) == (5, 0, 0.0)
+            assert await log.beats(["n1"]) == []
+    finally:
+        await log.close()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"i": 8, "s": NODE_KEY_BYTES_MAX * b"9"}, dict.fromkeys(range(200_000), 1)]
+)
+async def test_the_keys_of_a_node_have_a_bound(own_server: Server, fields: Any) -> None:
+    """A large entry, one of many fields, and many entries; the node is heard again afterwards."""
+    log = RedisLog(own_server.url, "c")
+    try:
+        with Redis.from_url(own_server.url) as node:
+            node.xadd(BEAT, fields)
+            for _ in range(300):
+                node.rpush(READ, 10_000 * b"x")
+            for _ in range(40 * LOOKS_NUM):
+                assert await log.beats(["n1"]) == []
+            assert (node.exists(BEAT), node.exists(READ)) == (0, 0)
+            node.xadd(BEAT, {"i": 9})
+            assert [beat.incarnation for beat in await log.beats(["n1"])] == [9]
+            pipe = node.pipeline()
+            for _ in range(40_000):
+                pipe.xadd(BEAT, {"i": 9})
+            pipe.execute()
+            await log.beats(["n1"])
+            assert node.exists(BEAT) == 0
+    finally:
+        await log.close()
