@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -23,10 +24,11 @@ import msgspec
 from msgspec import Struct
 
 from .. import process_identity, unix_socket
-from ..errors import ServerError
+from ..errors import ServerError, UsageError
 from ..file_lock import FileLock, Held
 from ..private_files import write_private
 from ..process_io import defer_signals
+from . import reserve
 
 START_S_MAX = 30.0
 """How long the server may take to load its log and answer."""
@@ -35,6 +37,7 @@ REPLY_S_MAX = 2.0
 LOCK_S_MAX = 5.0
 """How long the threads of a killed server, or its log rewrite, may still hold the lock."""
 SOCKET = "server.sock"
+FULL_HINT = "if its disk is full, make room there"
 _POLL_S = 0.02
 _children: dict[int, subprocess.Popen[bytes]] = {}
 _CONFIG = """\
@@ -126,14 +129,24 @@ def start(directory: Path, password: str = "") -> Server:
     """Start a server on the data in `directory` (created if absent). `password`: used if the
     directory has none, so that clients of a directory that was deleted can go on.
 
-    Raises ServerError if there is no binary, the directory is in use, or the server exits or does
-    not answer within START_S_MAX.
+    Raises ServerError if there is no binary, the directory is in use or full, or the server exits
+    or does not answer within START_S_MAX.
     """
     binary = find_binary()
     directory = _make(directory)
     lock = _lock(directory)
     try:
-        return _start(binary, directory, lock, password)
+        with suppress(OSError, UsageError):  # a full disk, or one that cannot reserve
+            reserve.release(directory)
+            reserve.extend(directory)
+        server = _start(binary, directory, lock, password)
+        with suppress(OSError, UsageError):  # if the file is new, or was cut
+            reserve.extend(directory)
+        return server
+    except OSError as error:
+        raise ServerError(
+            f"{directory}: {(error.strerror or str(error)).lower()}", FULL_HINT
+        ) from error
     finally:
         lock.release()
 
@@ -172,12 +185,11 @@ def _start(binary: Path, directory: Path, lock: FileLock, former: str) -> Server
         write_private(directory / "password", password.encode())
     config, log = directory / "valkey.conf", directory / "server.log"
     # The socket's path is relative to `dir`: a longer one may not fit into a socket address.
-    write_private(
-        config,
-        _CONFIG.format(
-            socket=SOCKET, password=password, directory=_quoted(directory), log=_quoted(log)
-        ).encode(),
-    )
+    text = _CONFIG.format(
+        socket=SOCKET, password=password, directory=_quoted(directory), log=_quoted(log)
+    ).encode()
+    if not config.exists() or config.read_bytes() != text:  # a full disk has no room for it
+        write_private(config, text)
     log_start = log.stat().st_size if log.exists() else 0
     process, answer = None, ""
     try:

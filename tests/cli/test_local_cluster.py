@@ -187,7 +187,7 @@ def test_down_names_unfinished_tasks_first(tmp_path, monkeypatch, capsys, by_sig
 
     class Asked:
         def get(self, path: str, **query: object) -> dict[str, Any]:
-            assert processes.alive(agent), f"down requested {path} after the agent had ended"
+            assert agent.is_alive, f"down requested {path} after the agent had ended"
             return {"tasks": tasks}
 
     monkeypatch.setattr(command, "connect", lambda state: Asked())
@@ -196,7 +196,7 @@ def test_down_names_unfinished_tasks_first(tmp_path, monkeypatch, capsys, by_sig
         command._Watch(LocalCluster(state, ClusterOptions(num_agents=1))).run(stop)
     else:
         command.down(state)
-    assert not processes.alive(agent)
+    assert not agent.is_alive
     printed = capsys.readouterr()
     lines = (printed.err if by_signal else printed.out).splitlines()
     assert lines[:4] == [
@@ -785,7 +785,7 @@ def test_a_reply_is_awaited_for_the_given_time(url: str) -> None:
 
 
 def test_a_process_that_ended_before_its_pid_file_is_not_alive():
-    assert not processes.alive(processes.Process(name="n1", pid=2**22 + 1, started=""))
+    assert not processes.Process(name="n1", pid=2**22 + 1, started="").is_alive
 
 
 def test_a_log_of_ours_that_grows_is_cut_while_its_process_writes_on(tmp_path, monkeypatch):
