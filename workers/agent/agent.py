@@ -10,6 +10,7 @@ from functools import partial
 import structlog
 
 from ...events.errors import Ambiguous, Unavailable
+from ...events.log.port import SentOrder
 from ...events.log.redis_streams import RedisLog
 from ...events.process_identity import boot_id
 from ...events.records.order_format import ORDER_FORMAT_VERSION
@@ -23,6 +24,7 @@ from ...events.records.reports import (
     NodeLeft,
 )
 from ...events.records.types import first_store_number
+from ...events.shortage import outlast
 from ...events.timing import BEAT_S, FLUSH_S_MAX, STOP_GRACE_S
 from ..host import linux
 from .checkpoint_store import CheckpointStore
@@ -155,21 +157,25 @@ class Agent:
             )
             try:
                 ranks.adopt()
+
+                def loop(name: str, run: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+                    return group.create_task(outlast(run, partial(_told, name)), name=name)
+
                 loops = [
-                    group.create_task(self._outbox.run(), name="reports"),
-                    group.create_task(self._beat(), name="heartbeats"),
-                    group.create_task(self._ask_address(), name="rejoin"),
-                    group.create_task(self._sweep(ranks), name="sweep"),
-                    group.create_task(self._look(ranks), name="look"),
-                    group.create_task(_every(READ_S, ranks.readers.look), name="read"),
+                    loop("reports", self._outbox.run),
+                    loop("heartbeats", self._beat),
+                    loop("rejoin", self._ask_address),
+                    loop("sweep", partial(self._sweep, ranks)),
+                    loop("look", partial(self._look, ranks)),
+                    loop("read", partial(_every, READ_S, ranks.readers.look)),
                     *(
-                        [group.create_task(_every(WATCH_S, ranks.watch.look), name="watch")]
+                        [loop("watch", partial(_every, WATCH_S, ranks.watch.look))]
                         if node.watch
                         else []
                     ),
                 ]
                 orders = group.create_task(self._follow(ranks), name="orders")
-                heeds = [group.create_task(health.run(), name="health")] if health else []
+                heeds = [loop("health", health.run)] if health else []
                 await stop.wait()
                 if (restart := self._restart()) is not None:
                     _log.info("restarting; the ranks run on", ranks=len(ranks.pids))
@@ -243,8 +249,12 @@ class Agent:
 
     async def _follow(self, ranks: OrderExecutor) -> None:
         """Execute this node's orders from the first one on, each once, in order of epoch and seq: a
-        log that has lost records uses their seqs again."""
+        log that has lost records uses their seqs again. No order is passed over for a shortage."""
         cursor, last = "0-0", (0, 0)
+
+        async def execute(order: SentOrder, again: bool) -> None:
+            ranks.execute(order.record, order.store_keys, stale=not self._has_joined, again=again)
+
         while True:
             sent = await self._link.retry(
                 partial(self._port.orders, self._node.name, after=cursor, wait_s=ORDERS_WAIT_S),
@@ -259,9 +269,7 @@ class Agent:
                 cursor, place = order.cursor, (order.record.epoch, order.record.seq)
                 if place > last:
                     last = place
-                    ranks.execute(
-                        order.record, order.store_keys, stale=not self._has_joined, again=again
-                    )
+                    await outlast(partial(execute, order, again), partial(_told, "orders"))
 
     async def _beat(self) -> None:
         """Send a heartbeat every BEAT_S; a failed one is not retried."""
@@ -306,6 +314,11 @@ class Agent:
             ]:
                 self._shim.reap(*dead)
             await asyncio.sleep(SWEEP_S)
+
+
+def _told(loop: str, why: str) -> None:
+    """A loop waits for what the machine lacks; ranks run on, and reports are kept."""
+    _log.warning("a loop fails for now, and goes on after a pause", loop=loop, why=why)
 
 
 async def _every(pause_s: float, look: Callable[[float], None]) -> None:
