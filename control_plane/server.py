@@ -8,11 +8,12 @@ import signal
 import ssl
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TextIO, cast
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 import structlog
@@ -27,6 +28,7 @@ from ..events.log.redis_streams import RedisLog
 from ..events.log.segments import Folder
 from ..events.private_files import read_private, write_private
 from ..events.process_io import LogStream
+from ..events.shortage import outlast
 from ..events.spec.policy import Policy
 from .api.connections import ConnectionLimits, Listener, limits_of_descriptors, seldom_logged
 from .api.http import Address, HttpApi
@@ -37,6 +39,7 @@ from .api.tokens import Tokens, share
 from .service import server_relay
 from .service.coordinator import Coordinator
 from .service.dead_letters import DeadLetters
+from .service.room import Room
 from .service.server_certificate import ServerCertificate
 
 CONNECT_S_MAX = 5.0
@@ -136,6 +139,7 @@ async def _serve(options: Options) -> int:
             folder=folder,
             observe=metrics.observe,
             dead_letters=letters,
+            room=Room(_folder_of_server(options.redis_url)),
         )
         advertised = options.advertise or options.listen
         address = _address(options, advertised, identities, is_relayed=is_relayed)
@@ -156,10 +160,10 @@ async def _serve(options: Options) -> int:
         socket = await _listen_locally(listener, file.with_suffix(".sock").absolute())
         relay = server_relay.ServerRelay(options.redis_url, limits.relayed_num_max, log.find_server)
         beside = [
-            asyncio.create_task(run)
+            asyncio.create_task(outlast(run, partial(_told, run)))
             for run in (
-                options.certificate.keep_reloading() if options.certificate else None,
-                Notifier(coordinator, options.notify, options.cluster, metrics).run()
+                options.certificate.keep_reloading if options.certificate else None,
+                Notifier(coordinator, options.notify, options.cluster, metrics).run
                 if options.notify
                 else None,
             )
@@ -218,6 +222,18 @@ def _address(
         if is_relayed
         else options.redis_url,
     )
+
+
+def _told(loop: Callable[[], Awaitable[None]], why: str) -> None:
+    structlog.get_logger("control_plane").warning(
+        "a loop fails for now, and goes on after a pause", loop=loop.__qualname__, why=why
+    )
+
+
+def _folder_of_server(redis_url: str) -> Path | None:
+    """The folder of a server on this host, whose socket is beside its files."""
+    parts = urlsplit(redis_url)
+    return Path(unquote(parts.path)).parent if parts.scheme == "unix" else None
 
 
 async def _lead(coordinator: Coordinator, stop: asyncio.Event, url: str) -> int:

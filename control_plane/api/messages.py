@@ -300,6 +300,7 @@ ClusterView = TypedDict(
         "num_open_orders": int,
         "computed_by": int,
         "healing": str,
+        "no_room": str,
         "allow_inject": bool,
         "mtbf_gpu_s": float,
         "num_faults": int,

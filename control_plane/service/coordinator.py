@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from ...events.log.segments import Folder
 from ...events.records.envelope import Record, Report
 from ...events.records.reports import DeadlineReached, TokenChanged
 from ...events.records.types import Body
+from ...events.shortage import outlast
 from ...events.spec.policy import Policy
 from ..fold.edits import EXPIRED, LOSSES, expired_tasks, running_deadlines
 from ..state.cluster import ClusterState
@@ -27,6 +29,7 @@ from .dead_letters import DeadLetters
 from .leader import LEASE_S, Leader, Spoiled
 from .leases import Leases
 from .outages import LENGTH_S_MIN, SILENT_S_MAX, Outages
+from .room import LOOK_S, Room
 from .sealer import Sealer
 
 T = TypeVar("T")
@@ -105,8 +108,10 @@ class Coordinator:
         folder: Folder | None = None,
         observe: Observe | None = None,
         dead_letters: DeadLetters | None = None,
+        room: Room | None = None,
     ) -> None:
         self._log, self._observe = log, observe
+        self._room = room or Room()
         self._dead_letters = dead_letters or DeadLetters()
         self._folder = folder
         self._limits = limits or Limits()
@@ -348,13 +353,20 @@ class Coordinator:
         self._leader_known.clear()
         self.leader_url = ""
         self._lost = None
-        beside = [group.create_task(self._keep_lease(), name="lease")]
+
+        def begin(name: str, run: Callable[[], Awaitable[None]]) -> None:
+            beside.append(group.create_task(outlast(run, partial(self._told, name)), name=name))
+
+        beside: list[asyncio.Task[None]] = []
+        begin("lease", self._keep_lease)
         try:
+            await self._room.look()  # before the first decision
             await self._retry(self._recover)
-            beside.append(group.create_task(self._watch_heartbeats(), name="heartbeats"))
+            begin("heartbeats", self._watch_heartbeats)
+            begin("room", self._watch_room)
             if self._folder is not None:
                 sealer = Sealer(self._log, self._folder, self._leader, self._committed.is_set)
-                beside.append(group.create_task(sealer.run(), name="segments"))
+                begin("segments", sealer.run)
             await self._lead(group)
             self.leading = False
             with suppress(LogError):  # the next one tells a handover from an absence by the beat
@@ -432,7 +444,7 @@ class Coordinator:
                     raise
                 self._logger.info("folding the log again", why=str(error))
                 await self._retry(self._recover)
-            except (Unavailable, Spoiled):
+            except (Unavailable, Spoiled, OSError, MemoryError):
                 await self._retry(self._recover)
 
     async def _retry(self, call: Callable[[], Awaitable[None]]) -> None:
@@ -445,7 +457,7 @@ class Coordinator:
                 if reported:
                     self._logger.info("the log is reached again")
                 return
-            except (Unavailable, TimeoutError) as error:
+            except (Unavailable, OSError, MemoryError) as error:  # TimeoutError is an OSError
                 self._committed.clear()
                 if not reported:
                     self._logger.warning(
@@ -478,7 +490,8 @@ class Coordinator:
             # Timed events need an empty intake: a report in it may clear the deadline.
             batch, has_timed = await self._drain(batch)
         writes = list(self._writes)
-        if not batch.reports and not writes and not has_timed:
+        has_changed = any(True for _ in self._room.verdicts(self._leader.state))
+        if not (batch.reports or writes or has_timed or has_changed):
             if batch.cursor != self._leader.position:  # all entries of the batch were rejected
                 self._dead_letters.keep(batch.rejected)
                 self._leader.position = batch.cursor
@@ -488,6 +501,7 @@ class Coordinator:
         records = await self._with_timeout(
             self._leader.commit(
                 chain(
+                    map(self._leader.report, self._room.verdicts(self._leader.state)),
                     batch.reports,
                     self._checked_reports(writes),
                     self._timed_reports(self._leader.now_s()) if has_timed else (),
@@ -632,6 +646,16 @@ class Coordinator:
         """The end of a turn is that of the moment in which lost nodes share a plan."""
         if LOSSES in running_deadlines(self._leader.state):
             yield self._leader.report(DeadlineReached(deadline=LOSSES))
+
+    async def _watch_room(self) -> None:
+        while True:
+            await self._room.look()
+            if any(True for _ in self._room.verdicts(self._leader.state)):
+                self._wake.set()
+            await asyncio.sleep(LOOK_S)
+
+    def _told(self, loop: str, why: str) -> None:
+        self._logger.warning("a loop fails for now, and goes on after a pause", loop=loop, why=why)
 
     async def _watch_heartbeats(self) -> None:
         self._have_users = False
