@@ -93,6 +93,7 @@ class Chaos:
             self.drain,
             self.freeze,
             self.observe,
+            self.fill_disk,
             self.cancel,
             self.inject,
         ]
@@ -333,6 +334,12 @@ class Chaos:
         await asyncio.sleep(self.rng.uniform(0, 30))
         world.policy = replace(world.policy, observe=False)
         await self.kill_leader()
+
+    async def fill_disk(self) -> None:
+        """The disk of the log is nearly full for a time."""
+        self.world.room.is_full = True
+        await asyncio.sleep(self.rng.uniform(0, 40))
+        self.world.room.is_full = False
 
     async def cancel(self) -> None:
         task = self._some_task()
