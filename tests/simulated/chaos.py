@@ -93,7 +93,6 @@ class Chaos:
             self.drain,
             self.freeze,
             self.observe,
-            self.fill_disk,
             self.cancel,
             self.inject,
         ]
@@ -103,10 +102,22 @@ class Chaos:
         """Start one fault after the other; in one of ten cases two at the same instant."""
         rate_s = self.rng.choice([1.0, 3.0, 8.0])
         kinds = self.kinds(only_leaders=only_leaders)
+        disk = random.Random(f"disk {self.world.seed}")
+        if disk.random() < 0.25:
+            self._tasks.append(asyncio.create_task(self._fill_disk(disk, until_s), name="disk"))
         while self.world.loop.time() < until_s:
             await asyncio.sleep(self.rng.expovariate(1 / rate_s))
             for _ in range(2 if self.rng.random() < 0.1 else 1):
                 self.begin(self.rng.choice(kinds))
+
+    async def _fill_disk(self, rng: random.Random, until_s: float) -> None:
+        """In some worlds the disk of the log is nearly full from time to time."""
+        while self.world.loop.time() < until_s:
+            await asyncio.sleep(rng.expovariate(1 / 30.0))
+            self.world.tell("fill_disk")
+            self.world.room.is_full = True
+            await asyncio.sleep(rng.uniform(0, 40))
+            self.world.room.is_full = False
 
     def begin(self, fault: Fault, *, aimed: str = "") -> None:
         """Start the fault now, concurrently with everything else."""
@@ -334,12 +345,6 @@ class Chaos:
         await asyncio.sleep(self.rng.uniform(0, 30))
         world.policy = replace(world.policy, observe=False)
         await self.kill_leader()
-
-    async def fill_disk(self) -> None:
-        """The disk of the log is nearly full for a time."""
-        self.world.room.is_full = True
-        await asyncio.sleep(self.rng.uniform(0, 40))
-        self.world.room.is_full = False
 
     async def cancel(self) -> None:
         task = self._some_task()
