@@ -159,16 +159,7 @@ async def _serve(options: Options) -> int:
         file = options.state / f"{options.name.replace('-', '_', 1)}.json"
         socket = await _listen_locally(listener, file.with_suffix(".sock").absolute())
         relay = server_relay.ServerRelay(options.redis_url, limits.relayed_num_max, log.find_server)
-        beside = [
-            asyncio.create_task(outlast(run, partial(_told, run)))
-            for run in (
-                options.certificate.keep_reloading if options.certificate else None,
-                Notifier(coordinator, options.notify, options.cluster, metrics).run
-                if options.notify
-                else None,
-            )
-            if run is not None
-        ]
+        beside = _begin_beside(options, coordinator, metrics)
         try:
             if is_relayed:
                 await _relay(relay, options)
@@ -222,6 +213,16 @@ def _address(
         if is_relayed
         else options.redis_url,
     )
+
+
+def _begin_beside(
+    options: Options, coordinator: Coordinator, metrics: Metrics
+) -> list[asyncio.Task[None]]:
+    """What runs beside leadership: it ends nothing, and outlasts what the machine lacks."""
+    loops = [options.certificate.keep_reloading] if options.certificate else []
+    if options.notify:
+        loops.append(Notifier(coordinator, options.notify, options.cluster, metrics).run)
+    return [asyncio.create_task(outlast(run, partial(_told, run))) for run in loops]
 
 
 def _told(loop: Callable[[], Awaitable[None]], why: str) -> None:

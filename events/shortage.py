@@ -31,7 +31,7 @@ def is_full(error: BaseException | None) -> bool:
 def is_shortage(error: BaseException) -> bool:
     """Whether the machine lacks something now, so that the same call may succeed later."""
     if isinstance(error, BaseExceptionGroup):
-        return all(is_shortage(one) for one in error.exceptions)
+        return all(map(is_shortage, error.exceptions))
     return (
         isinstance(error, MemoryError)
         or (isinstance(error, OSError) and error.errno in ERRNOS)
@@ -48,7 +48,7 @@ async def outlast(run: Callable[[], Awaitable[None]], told: Callable[[str], None
         try:
             await run()
             return
-        except Exception as error:
+        except (OSError, MemoryError, RuntimeError, ExceptionGroup) as error:
             if not is_shortage(error):
                 raise
             why = str(error) or "out of memory"

@@ -196,7 +196,7 @@ def up(state: StateDir, asked: UpOptions, *, detach: bool) -> None:
 def _room(state: StateDir) -> int:
     """Free bytes of the folder's disk. Raises UsageError if they are too few for a start, also
     without the reserve."""
-    place = next(one for one in (state.path, *state.path.parents) if one.exists())
+    place = next(path for path in (state.path, *state.path.parents) if path.exists())
     if (free_bytes := reserve.free_bytes(place)) < START_BYTES_MIN:
         Reserve(state.path, state.server).give_up()
         free_bytes = reserve.free_bytes(place)

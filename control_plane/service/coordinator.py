@@ -33,6 +33,7 @@ from .room import LOOK_S, Room
 from .sealer import Sealer
 
 T = TypeVar("T")
+_logger = structlog.get_logger("control_plane")
 Access = Callable[[int], Awaitable[Iterable[str]]]
 """Learns from former leaders who may do what; returns the expelled nodes. 0: it does not lead."""
 Check = Callable[[ClusterState], None]
@@ -130,7 +131,6 @@ class Coordinator:
         self._led_until_s: float | None = None
         """The last sign of life of the leader before."""
         self._started_s = self._leader.now_s()
-        self._logger = structlog.get_logger("control_plane")
         self._wake = asyncio.Event()
         self._committed = asyncio.Event()
         self._changed = asyncio.Event()
@@ -320,7 +320,7 @@ class Coordinator:
                 # The lease may be of a process that died here, at this URL: nobody leads then.
                 url = error.url if error.url != self._leader.url else ""
                 if url and url != self.leader_url:
-                    self._logger.info("following", leader=url, seq=self.seq)
+                    _logger.info("following", leader=url, seq=self.seq)
                 self.leader_url = url
                 self._outages.seen_by_follower(self._leader.now_s())
                 if url:
@@ -355,7 +355,7 @@ class Coordinator:
         self._lost = None
 
         def begin(name: str, run: Callable[[], Awaitable[None]]) -> None:
-            beside.append(group.create_task(outlast(run, partial(self._told, name)), name=name))
+            beside.append(group.create_task(outlast(run, partial(_told, name)), name=name))
 
         beside: list[asyncio.Task[None]] = []
         begin("lease", self._keep_lease)
@@ -385,7 +385,7 @@ class Coordinator:
             if self._timer:
                 self._timer.cancel()
             self._refuse_writes()
-        self._logger.info("led until now", next=self._hand_to, epoch=self.epoch, seq=self.seq)
+        _logger.info("led until now", next=self._hand_to, epoch=self.epoch, seq=self.seq)
         self._hand_to = ""
 
     async def _keep_lease(self) -> None:
@@ -430,7 +430,7 @@ class Coordinator:
         self._leader_known.set()
         self._publish(())
         self._committed.set()
-        self._logger.info("leading", epoch=self.epoch, seq=self.seq)
+        _logger.info("leading", epoch=self.epoch, seq=self.seq)
 
     async def _lead(self, group: asyncio.TaskGroup) -> None:
         disputes = 0
@@ -442,7 +442,7 @@ class Coordinator:
                 disputes += 1
                 if disputes > self._limits.disputes_max:
                     raise
-                self._logger.info("folding the log again", why=str(error))
+                _logger.info("folding the log again", why=str(error))
                 await self._retry(self._recover)
             except (Unavailable, Spoiled, OSError, MemoryError):
                 await self._retry(self._recover)
@@ -455,14 +455,12 @@ class Coordinator:
                 async with asyncio.timeout(3 * self._limits.call_s_max):
                     await call()
                 if reported:
-                    self._logger.info("the log is reached again")
+                    _logger.info("the log is reached again")
                 return
             except (Unavailable, OSError, MemoryError) as error:  # TimeoutError is an OSError
                 self._committed.clear()
                 if not reported:
-                    self._logger.warning(
-                        "the log cannot be reached, ranks continue", why=str(error)
-                    )
+                    _logger.warning("the log cannot be reached, ranks continue", why=str(error))
                 reported = True
                 self._outages.began(
                     "server",
@@ -654,9 +652,6 @@ class Coordinator:
                 self._wake.set()
             await asyncio.sleep(LOOK_S)
 
-    def _told(self, loop: str, why: str) -> None:
-        self._logger.warning("a loop fails for now, and goes on after a pause", loop=loop, why=why)
-
     async def _watch_heartbeats(self) -> None:
         self._have_users = False
         while True:
@@ -724,7 +719,7 @@ class Coordinator:
             self._have_users = False
         except LogError as error:
             if had_users:
-                self._logger.error("the server no longer lets agents in", why=str(error))
+                _logger.error("the server no longer lets agents in", why=str(error))
             self._have_users = False
 
     async def _with_timeout(self, call: Awaitable[T], late: LogError) -> T:
@@ -733,3 +728,7 @@ class Coordinator:
                 return await call
         except TimeoutError:
             raise late from None
+
+
+def _told(loop: str, why: str) -> None:
+    _logger.warning("a loop fails for now, and goes on after a pause", loop=loop, why=why)

@@ -98,11 +98,11 @@ def file_names(folder: Path) -> Iterator[str]:
     with _open(folder / MANIFEST) as file:
         lines = file.read(MANIFEST_BYTES_MAX).decode(errors="replace").splitlines()
     for line in lines:
-        found = _FILE.fullmatch(line)
-        if found is None:
+        entry = _FILE.fullmatch(line)
+        if entry is None:
             raise UsageError(f"{folder / MANIFEST} is not a manifest of a server", HINT)
-        if found[2] != "h":  # history: the server is about to remove it
-            yield found[1]
+        if entry[2] != "h":  # history: the server is about to remove it
+            yield entry[1]
 
 
 def _open(path: Path) -> BufferedReader:

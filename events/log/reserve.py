@@ -28,14 +28,14 @@ MARGIN_BYTES = 1 << 20
 STEP_BYTES = 1 << 20
 """Less is not reserved by itself, so that one call in minutes is enough."""
 FILE = "reserve"
-_KEEP_SIZE = 1
-"""FALLOC_FL_KEEP_SIZE of linux/falloc.h."""
+_KEEP_SIZE_CODE = 1
+"""FALLOC_FL_KEEP_SIZE_CODE of linux/falloc.h."""
 
 
 def free_bytes(folder: Path) -> int:
     """Room for this user on the folder's file system. Raises OSError."""
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize
 
 
 class Reserve:
@@ -80,10 +80,10 @@ def extend(server: Path) -> None:
     for path in newest:
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            found = os.fstat(descriptor)
-            room = _reserved(found) + free_bytes(server) - MARGIN_BYTES
-            if min(room, LOG_BYTES) - _reserved(found) >= STEP_BYTES:
-                _allocate(descriptor, found.st_size, min(room, LOG_BYTES))
+            stat = os.fstat(descriptor)
+            room_bytes = min(_reserved_bytes(stat) + free_bytes(server) - MARGIN_BYTES, LOG_BYTES)
+            if room_bytes - _reserved_bytes(stat) >= STEP_BYTES:
+                _allocate(descriptor, stat.st_size, room_bytes)
         finally:
             os.close(descriptor)
 
@@ -92,9 +92,9 @@ def release(server: Path) -> None:
     """Free what was reserved in former files of a server that does not run. Raises OSError,
     UsageError."""
     for path in _files(server)[:-1]:
-        found = path.stat()
-        if _reserved(found) > 0:
-            os.truncate(path, found.st_size)
+        stat = path.stat()
+        if _reserved_bytes(stat) > 0:
+            os.truncate(path, stat.st_size)
 
 
 def _files(server: Path) -> list[Path]:
@@ -104,8 +104,8 @@ def _files(server: Path) -> list[Path]:
     return [folder / name for name in append_only_file.file_names(folder)]
 
 
-def _reserved(found: os.stat_result) -> int:
-    return found.st_blocks * 512 - found.st_size
+def _reserved_bytes(stat: os.stat_result) -> int:
+    return stat.st_blocks * 512 - stat.st_size
 
 
 def _allocate(descriptor: int, start: int, length: int) -> None:
@@ -113,5 +113,5 @@ def _allocate(descriptor: int, start: int, length: int) -> None:
     if call is None:  # it is of Linux
         return
     at, num = ctypes.c_longlong(start), ctypes.c_longlong(length)
-    if call(descriptor, _KEEP_SIZE, at, num):
+    if call(descriptor, _KEEP_SIZE_CODE, at, num):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
@@ -16,7 +15,6 @@ from simulated.log_link import NO_FAULTS, SimulatedLogLink
 from simulated.witness import Witness
 from unicron.control_plane.incidents.hangs import STALLED
 from unicron.control_plane.service.coordinator import Coordinator
-from unicron.control_plane.service.room import Room
 from unicron.control_plane.state.cluster import ClusterState, state_hash
 from unicron.control_plane.state.task import Task
 from unicron.control_plane.throughput.layout_search import modelled
@@ -60,17 +58,6 @@ POLICY = Policy(
 )
 
 
-class SimulatedRoom(Room):
-    """Of the log's disk; nothing is measured."""
-
-    def __init__(self) -> None:
-        super().__init__(Path("/log"))
-        self.is_full = False
-
-    async def look(self) -> None:
-        self._free_bytes = 0 if self.is_full else 1 << 40
-
-
 class World:
     """One simulated cluster. `faults` lists what happened in it, to explain a failed seed."""
 
@@ -79,7 +66,6 @@ class World:
         self.rng = random.Random(f"world {seed}")
         self.loop = asyncio.get_running_loop()
         self.loop.set_exception_handler(self._broken)
-        self.room = SimulatedRoom()
         self.server, self.witness, self.policy = Server(), Witness(), POLICY
         self.log = WitnessedLog(self.clock, self._appended)
         self.links: dict[str, SimulatedLogLink] = {}
@@ -219,7 +205,7 @@ class World:
             code="paper",  # type: ignore[arg-type]
             policy=self.policy,
             jitter=random.Random(f"{self.seed} {name}"),
-            room=self.room,
+            room=self.chaos.room,
         )
         task = asyncio.create_task(self._lead(name, coordinator), name=name)
         self.leaders[name] = coordinator, port, task
@@ -423,7 +409,7 @@ class World:
         self.chaos.noise.end()
         self.lose_leaders()
         self.policy = replace(self.policy, observe=False)
-        self.room.is_full = False
+        self.chaos.room.is_full = False
         self.start_leader()
         if not self.only_leaders:
             await self.ask("unfreeze", r.HealingResumed())

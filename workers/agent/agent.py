@@ -157,25 +157,9 @@ class Agent:
             )
             try:
                 ranks.adopt()
-
-                def loop(name: str, run: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-                    return group.create_task(outlast(run, partial(_told, name)), name=name)
-
-                loops = [
-                    loop("reports", self._outbox.run),
-                    loop("heartbeats", self._beat),
-                    loop("rejoin", self._ask_address),
-                    loop("sweep", partial(self._sweep, ranks)),
-                    loop("look", partial(self._look, ranks)),
-                    loop("read", partial(_every, READ_S, ranks.readers.look)),
-                    *(
-                        [loop("watch", partial(_every, WATCH_S, ranks.watch.look))]
-                        if node.watch
-                        else []
-                    ),
-                ]
                 orders = group.create_task(self._follow(ranks), name="orders")
-                heeds = [loop("health", health.run)] if health else []
+                heeds = [_begin(group, "health", health.run)] if health else []
+                loops = self._begin_loops(group, ranks)
                 await stop.wait()
                 if (restart := self._restart()) is not None:
                     _log.info("restarting; the ranks run on", ranks=len(ranks.pids))
@@ -208,6 +192,22 @@ class Agent:
                 with suppress(ShimLost):
                     store.close()
                 self._shim.end()
+
+    def _begin_loops(
+        self, group: asyncio.TaskGroup, ranks: OrderExecutor
+    ) -> list[asyncio.Task[None]]:
+        """The loops that go on until all ranks have been stopped."""
+        loops: dict[str, Callable[[], Awaitable[None]]] = {
+            "reports": self._outbox.run,
+            "heartbeats": self._beat,
+            "rejoin": self._ask_address,
+            "sweep": partial(self._sweep, ranks),
+            "look": partial(self._look, ranks),
+            "read": partial(_every, READ_S, ranks.readers.look),
+        }
+        if self._node.watch:
+            loops["watch"] = partial(_every, WATCH_S, ranks.watch.look)
+        return [_begin(group, name, run) for name, run in loops.items()]
 
     async def _drain(self, ranks: OrderExecutor) -> None:
         """Have the tasks leave this node. Without the log, they could not be told to."""
@@ -314,6 +314,12 @@ class Agent:
             ]:
                 self._shim.reap(*dead)
             await asyncio.sleep(SWEEP_S)
+
+
+def _begin(
+    group: asyncio.TaskGroup, name: str, run: Callable[[], Awaitable[None]]
+) -> asyncio.Task[None]:
+    return group.create_task(outlast(run, partial(_told, name)), name=name)
 
 
 def _told(loop: str, why: str) -> None:
