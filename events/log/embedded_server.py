@@ -78,7 +78,8 @@ class Server(Struct, frozen=True, kw_only=True):
         return start_time(self.pid) == self.start_time
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Send SIGTERM, after `grace_s` SIGKILL. Return when the process is gone. Data stays."""
+        """Send SIGTERM, after `grace_s` SIGKILL. Return when the process is gone. Data stays; what
+        was reserved beyond it is free."""
         for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, STOP_GRACE_S)):
             if not self.is_alive:
                 break
@@ -88,6 +89,9 @@ class Server(Struct, frozen=True, kw_only=True):
                 time.sleep(_POLL_S)
         if self.is_alive:
             raise ServerError(f"server {self.pid} does not exit", f"kill -9 {self.pid}")
+        # Under the lock: the next server, which may start at once, appends to the same file.
+        with suppress(OSError, UsageError, Held), FileLock(Path(self.directory) / "lock").acquire():
+            reserve.release(Path(self.directory), newest_too=True)
 
 
 class _Note(Struct, frozen=True):

@@ -88,10 +88,10 @@ def extend(server: Path) -> None:
             os.close(descriptor)
 
 
-def release(server: Path) -> None:
+def release(server: Path, *, newest_too: bool = False) -> None:
     """Free what was reserved in former files of a server that does not run. Raises OSError,
     UsageError."""
-    for path in _files(server)[:-1]:
+    for path in _files(server)[: None if newest_too else -1]:
         stat = path.stat()
         if _reserved_bytes(stat) > 0:
             os.truncate(path, stat.st_size)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -130,8 +132,10 @@ def test_what_former_files_reserve_is_free_again_before_a_start(disk: Path) -> N
     """A rewrite that failed for want of room leaves them, each with its reserve."""
     folder = disk / "server" / "appendonlydir"
     server = embedded_server.start(disk / "server")
-    server.stop()
     free = reserve.free_bytes(disk)
+    os.kill(server.pid, signal.SIGKILL)
+    while server.is_alive:
+        time.sleep(0.01)
     (folder / "appendonly.aof.2.incr.aof").write_bytes(b"")
     with (folder / "appendonly.aof.manifest").open("a") as file:
         file.write("file appendonly.aof.2.incr.aof seq 2 type i\n")
@@ -140,6 +144,8 @@ def test_what_former_files_reserve_is_free_again_before_a_start(disk: Path) -> N
     former, newest = (folder / f"appendonly.aof.{number}.incr.aof" for number in (1, 2))
     assert former.stat().st_blocks == 0
     assert newest.stat().st_blocks * 512 >= LOG_BYTES
+    server.stop()
+    assert newest.stat().st_blocks == 0, "a stopped server reserves nothing"
 
 
 def test_a_folder_without_a_server_has_no_reserve(tmp_path: Path) -> None:
