@@ -8,11 +8,12 @@ import signal
 import ssl
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TextIO, cast
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 import structlog
@@ -28,6 +29,7 @@ from ..events.log.redis_streams import RedisLog
 from ..events.log.segments import Folder
 from ..events.private_files import read_private, write_private
 from ..events.process_io import LogStream
+from ..events.shortage import outlast
 from ..events.spec.policy import Policy
 from .api.connections import ConnectionLimits, Listener, limits_of_descriptors, seldom_logged
 from .api.http import Address, HttpApi
@@ -38,6 +40,7 @@ from .api.tokens import Tokens, share
 from .service import server_relay
 from .service.coordinator import Coordinator
 from .service.dead_letters import DeadLetters
+from .service.room import Room
 from .service.server_certificate import ServerCertificate
 
 CONNECT_S_MAX = 5.0
@@ -137,6 +140,7 @@ async def _serve(options: Options) -> int:
             folder=folder,
             observe=metrics.observe,
             dead_letters=letters,
+            room=Room(_folder_of_server(options.redis_url)),
         )
         advertised = options.advertise or options.listen
         address = _address(options, advertised, identities, is_relayed=is_relayed)
@@ -156,16 +160,7 @@ async def _serve(options: Options) -> int:
         file = options.state / f"{options.name.replace('-', '_', 1)}.json"
         socket = await _listen_locally(listener, file.with_suffix(".sock").absolute())
         relay = server_relay.ServerRelay(options.redis_url, limits.relayed_num_max, log.find_server)
-        beside = [
-            asyncio.create_task(run)
-            for run in (
-                options.certificate.keep_reloading() if options.certificate else None,
-                Notifier(coordinator, options.notify, options.cluster, metrics).run()
-                if options.notify
-                else None,
-            )
-            if run is not None
-        ]
+        beside = _begin_beside(options, coordinator, metrics)
         try:
             if is_relayed:
                 await _relay(relay, options)
@@ -219,6 +214,28 @@ def _address(
         if is_relayed
         else options.redis_url,
     )
+
+
+def _begin_beside(
+    options: Options, coordinator: Coordinator, metrics: Metrics
+) -> list[asyncio.Task[None]]:
+    """What runs beside leadership: it ends nothing, and outlasts what the machine lacks."""
+    loops = [options.certificate.keep_reloading] if options.certificate else []
+    if options.notify:
+        loops.append(Notifier(coordinator, options.notify, options.cluster, metrics).run)
+    return [asyncio.create_task(outlast(run, partial(_told, run))) for run in loops]
+
+
+def _told(loop: Callable[[], Awaitable[None]], why: str) -> None:
+    structlog.get_logger("control_plane").warning(
+        "a loop fails for now, and goes on after a pause", loop=loop.__qualname__, why=why
+    )
+
+
+def _folder_of_server(redis_url: str) -> Path | None:
+    """The folder of a server on this host, whose socket is beside its files."""
+    parts = urlsplit(redis_url)
+    return Path(unquote(parts.path)).parent if parts.scheme == "unix" else None
 
 
 async def _lead(coordinator: Coordinator, stop: asyncio.Event, url: str) -> int:

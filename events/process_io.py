@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import signal
 import threading
@@ -29,10 +30,12 @@ class Seldom:
 
 class LogStream(io.TextIOBase):
     """Wraps `stream` for a logger; drops output on a write error (full disk, closed terminal),
-    which would otherwise end the process."""
+    which would otherwise end the process. When it can write again, a line tells how many lines
+    could not be written."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._num_dropped = 0
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
@@ -40,8 +43,15 @@ class LogStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError):
+        try:
             self._stream.flush()
+            if num := self._num_dropped:
+                line = {"event": "lines of this log could not be written", "num_lines": num}
+                self._stream.write(json.dumps(line) + "\n")
+                self._stream.flush()
+                self._num_dropped = 0
+        except OSError:
+            self._num_dropped += 1
 
     def isatty(self) -> bool:
         return self._stream.isatty()

@@ -33,11 +33,11 @@ class Process(Struct, frozen=True):
     pid: int
     started: str
 
-
-def alive(process: Process) -> bool:
-    """Whether the process still runs; a zombie counts as ended. A process that ended before its pid
-    file was written has no start time, and counts as ended too."""
-    return process.started != "" and start_time(process.pid) == process.started
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still runs; a zombie counts as ended. A process that ended before its pid file
+        was written has no start time, and counts as ended too."""
+        return self.started != "" and start_time(self.pid) == self.started
 
 
 def find(state: StateDir, name: str) -> Process | None:
@@ -47,7 +47,7 @@ def find(state: StateDir, name: str) -> Process | None:
     if data is None:
         return None
     process = Process(name=name, pid=int(data.get("pid", 0)), started=str(data.get("started", "")))
-    if process.pid > 1 and alive(process):
+    if process.pid > 1 and process.is_alive:
         return process
     path.unlink(missing_ok=True)
     return None
@@ -79,7 +79,12 @@ def start(
             env={**os.environ, **(environment or {})},
         )
         child.returncode = 0  # nothing waits for it; this keeps Popen from warning
-        return record(state, name, child.pid)
+        try:
+            return record(state, name, child.pid)
+        except OSError:  # without its file nobody finds it
+            os.kill(child.pid, signal.SIGKILL)
+            os.waitpid(child.pid, 0)
+            raise
 
 
 def limit_logs(state: StateDir) -> None:
@@ -107,7 +112,7 @@ def stop_together(state: StateDir, together: Sequence[Process], grace_s: float) 
 
 def signal_to(process: Process, number: int) -> None:
     """Send a signal to the process if it still runs."""
-    if alive(process):
+    if process.is_alive:
         try:
             os.kill(process.pid, number)
         except ProcessLookupError:
@@ -117,7 +122,7 @@ def signal_to(process: Process, number: int) -> None:
 def wait_gone(process: Process, limit_s: float) -> bool:
     """Wait until the process has ended; False if it still runs after `limit_s`."""
     deadline_s = time.monotonic() + limit_s
-    while alive(process):
+    while process.is_alive:
         if time.monotonic() >= deadline_s:
             return False
         time.sleep(POLL_S)

@@ -14,6 +14,7 @@ from msgspec import DecodeError, Struct, field, json, structs
 from ...events.decoding import from_json
 from ...events.errors import ServerError, UnicronError
 from ...events.log import durability, embedded_server
+from ...events.log.reserve import FREE_BYTES_MIN
 from ...events.spec import support
 from ...events.spec.policy import Policy
 from ...events.words import install, scaled
@@ -30,7 +31,7 @@ from ..terminal import console
 PROBE_S_MAX = 20.0
 IMPORT_S_MAX = 120.0
 """torch and Megatron take about 5 s of CPU time."""
-FREE_BYTES_MIN = 1 << 30
+FREE_BYTES_LOW = 1 << 30
 INTERFACES = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "(by --advertise)")
 
 
@@ -234,16 +235,23 @@ def _folder(state: StateDir) -> Finding:
         return Finding(
             "folder", "missing", f"{place} cannot be written", "name another with --state"
         )
+    free_bytes = shutil.disk_usage(place).free
+    if free_bytes < FREE_BYTES_MIN:
+        return Finding(
+            "folder",
+            "missing",
+            f"{shown(state.path)}, {free_bytes / 1e6:.0f} MB free",
+            f"no process of a rank is started below {FREE_BYTES_MIN / 1e6:.0f} MB: make room there",
+        )
     flaws = folder_trial.flaws(state.path) if state.path.exists() else []
     for flaw in flaws:
         return Finding("folder", "missing" if flaw.is_proof else "note", flaw.text, flaw.hint)
-    free_bytes = shutil.disk_usage(place).free
-    full = free_bytes < FREE_BYTES_MIN
+    is_low = free_bytes < FREE_BYTES_LOW
     return Finding(
         "folder",
-        "note" if full else "ok",
+        "note" if is_low else "ok",
         f"{shown(state.path)}, {free_bytes / 1e9:.1f} GB free",
-        "the log needs room" if full else "",
+        "the log needs room" if is_low else "",
     )
 
 

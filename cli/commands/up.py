@@ -10,6 +10,8 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -17,9 +19,12 @@ from msgspec import Struct, json, structs
 
 from ...control_plane.api.needs import ENDED
 from ...events.decoding import from_json
-from ...events.errors import ServerError, UnicronError, UsageError
-from ...events.log import embedded_server
+from ...events.errors import UnicronError, UsageError
+from ...events.log import embedded_server, reserve
+from ...events.log.embedded_server import Server
+from ...events.log.reserve import Reserve
 from ...events.secret_environment import REDIS_URL
+from ...events.shortage import is_full
 from ...events.spec.job import NAME
 from ...events.spec.policy import Policy
 from ...events.timing import AGENT_STOP_S_MAX
@@ -39,6 +44,11 @@ WATCH_S = 0.1
 BACKOFF_S, BACKOFF_S_MAX = 0.5, 10.0
 STABLE_S = 30.0
 """After this uptime the backoff of a process is reset."""
+RESERVE_S = 1.0
+"""Interval at which the reserve is looked at."""
+SERVER = "server"
+START_BYTES_MIN = 1 << 20
+"""A start writes 0.1 MB (measured), and what fails then is to be told in its logs."""
 DETACH_S_MAX = 90.0
 OPTIONS = "UNICRON_UP_OPTIONS"
 """The variable with the options of an `up` in the background."""
@@ -132,6 +142,7 @@ def up(state: StateDir, asked: UpOptions, *, detach: bool) -> None:
         if asked.policy.is_fifo():  # it is read twice
             raise UsageError(f"--policy {asked.policy} is a pipe", "name a file")
         _policy(asked.policy)
+    free_bytes = _room(state)
     state.create()
     if detach:
         _detach(state, asked)
@@ -164,6 +175,12 @@ def up(state: StateDir, asked: UpOptions, *, detach: bool) -> None:
         _start(cluster, asked.policy)
         stop.begin()
         option = option_for(state)
+        if free_bytes < reserve.FREE_BYTES_MIN:
+            console.out(
+                f"room     {free_bytes >> 20} MiB free: no process is started until there are "
+                f"{reserve.BACK_BYTES >> 20}, but `unicron cancel` works; to heal nothing then "
+                f"either: unicron down{option}; {_observed(state)}"
+            )
         console.out(f"next     unicron submit deploy/examples/demo.yaml{option}")
         console.out(f"look     unicron status -w{option}        unicron tail -f{option}")
         console.out(f"stop     Ctrl-C, or unicron down{option}")
@@ -175,6 +192,26 @@ def up(state: StateDir, asked: UpOptions, *, detach: bool) -> None:
     finally:
         (state.pids / f"{UP}.json").unlink(missing_ok=True)
         lock.release()
+
+
+def _room(state: StateDir) -> int:
+    """Free bytes of the folder's disk. Raises UsageError if they are too few for a start, also
+    without the reserve."""
+    place = next(path for path in (state.path, *state.path.parents) if path.exists())
+    if (free_bytes := reserve.free_bytes(place)) < START_BYTES_MIN:
+        Reserve(state.path, state.server).give_up()
+        free_bytes = reserve.free_bytes(place)
+    if free_bytes < START_BYTES_MIN:
+        raise UsageError(
+            f"the disk of {shown(state.path)} is full: {free_bytes >> 10} KiB free",
+            f"make room there, then {_observed(state)}: nothing heals, so `unicron cancel` can end "
+            "what fills it; then down, and up --act",
+        )
+    return free_bytes
+
+
+def _observed(state: StateDir) -> str:
+    return f"unicron up --observe{option_for(state)}"
 
 
 def kept(path: Path | None) -> str | None:
@@ -281,27 +318,36 @@ class _Stop:
 
 
 class _Watch:
-    """Restarts each process that exits, with one backoff per process."""
+    """Restarts each process that exits, with one backoff per process.
+
+    It ends by a signal alone. What fails for want of room, descriptors or memory is told once and
+    tried again: the processes that run need nothing of it.
+    """
 
     def __init__(self, cluster: LocalCluster) -> None:
         self._cluster = cluster
-        self._running: dict[str, Process] = {}
+        self._running: dict[str, Process | Server] = {}
         self._began_s: dict[str, float] = {}
         self._backoff_s: dict[str, float] = {}
         self._due_s: dict[str, float] = {}
-        self._server = embedded_server.adopt(cluster.state.server)
+        self._told: dict[str, str] = {}
+        """What failed last, until it succeeds."""
+        self._reserve = Reserve(cluster.state.path, cluster.state.server)
+        self._password = ""
 
     def run(self, stop: _Stop) -> None:
         """Supervise until a signal; then stop all."""
+        if server := embedded_server.adopt(self._cluster.state.server):
+            self._running[SERVER], self._password = server, server.password
         for name in self._cluster.names():
             if found := self._cluster.find(name):
                 self._running[name] = found
+        names = [*([SERVER] if server else []), *self._cluster.names()]
         while not stop.asked:
-            if self._server is not None and not self._server.is_alive:
-                self._restart_server(self._server.password)
-            for name in self._cluster.names():
-                self._look(name)
-            processes.limit_logs(self._cluster.state)
+            for name in names:
+                self._outlast(name, partial(self._look, name))
+            self._outlast("the logs", partial(processes.limit_logs, self._cluster.state))
+            self._outlast("the reserve", self._keep_reserve)
             time.sleep(WATCH_S)
         for line in _unfinished(self._cluster.state):
             console.talk(line)
@@ -309,31 +355,59 @@ class _Watch:
         local_cluster.stop_all(self._cluster.state, grace=stop.asked < 2)
         console.talk("stopped; the log stays")
 
-    def _look(self, name: str) -> None:
+    def _outlast(self, what: str, call: Callable[[], None]) -> None:
+        """Call, unless it is too early to try again; tell an error once."""
+        if time.monotonic() < self._due_s.get(what, 0.0):
+            return
+        try:
+            call()
+        except (UnicronError, OSError, MemoryError) as error:
+            self._wait(what)
+            if is_full(error) and self._reserve.give_up():
+                self._due_s[what] = 0.0
+                console.talk(f"{self._full()}: the reserve is given up")
+            if self._told.get(what) != str(error):
+                self._told[what] = str(error)
+                console.talk(f"{what} fails, and is tried again: {error or 'out of memory'}")
+        else:
+            if self._told.pop(what, ""):
+                console.talk(f"{what}: well again")
+
+    def _wait(self, what: str) -> float:
+        """Set when it is tried again, later each time; returns the pause in seconds."""
         now_s = time.monotonic()
+        if now_s - self._began_s.get(what, 0.0) > STABLE_S:
+            wait_s = 0.0 if what == SERVER else BACKOFF_S
+        else:
+            wait_s = min(max(self._backoff_s.get(what, 0.0) * 2, BACKOFF_S), BACKOFF_S_MAX)
+        self._backoff_s[what], self._due_s[what] = wait_s, now_s + wait_s
+        self._began_s[what] = now_s
+        return wait_s
+
+    def _keep_reserve(self) -> None:
+        self._due_s["the reserve"] = time.monotonic() + RESERVE_S
+        self._reserve.keep()
+
+    def _full(self) -> str:
+        state = self._cluster.state.path
+        return f"{shown(state)} has {reserve.free_bytes(state) >> 20} MiB free"
+
+    def _look(self, name: str) -> None:
         running = self._running.get(name)
-        if running is not None and processes.alive(running):
+        if running is not None and running.is_alive:
             return
         if running is not None:
             del self._running[name]
-            stable = now_s - self._began_s.get(name, 0.0) > STABLE_S
-            wait_s = (
-                BACKOFF_S
-                if stable
-                else min(self._backoff_s.get(name, BACKOFF_S / 2) * 2, BACKOFF_S_MAX)
-            )
-            self._backoff_s[name], self._due_s[name] = wait_s, now_s + wait_s
+            wait_s = self._wait(name)
             console.talk(f"{name} (pid {running.pid}) ended; again in {wait_s:.1f} s")
-        if now_s < self._due_s.get(name, 0.0):
-            return
-        try:
-            self._running[name] = self._cluster.start(name)
-        except UnicronError as error:  # no port is free now: retry later
-            self._due_s[name] = now_s + BACKOFF_S_MAX
-            console.talk(f"{name} cannot start: {error}")
-            return
-        self._began_s[name] = now_s
-        console.talk(f"{name} started again, pid {self._running[name].pid}")
+            if name == SERVER and reserve.free_bytes(self._cluster.state.path) < reserve.FILE_BYTES:
+                self._reserve.give_up()
+                console.talk(f"{self._full()}: the server ends itself without room")
+            if wait_s:
+                return
+        self._running[name] = started = self._start(name)
+        self._began_s[name] = time.monotonic()
+        console.talk(f"{name} started again, pid {started.pid}")
         cluster = self._cluster
         if name == CONTROL_PLANE and cluster.port != cluster.wanted.port:
             console.talk(
@@ -341,14 +415,12 @@ class _Watch:
                 f"port {cluster.port} until the control plane starts again"
             )
 
-    def _restart_server(self, password: str) -> None:
-        try:
-            self._server = self._cluster.ensure_server(password)
-        except ServerError as error:
-            console.talk(f"the server cannot start: {error}")
-            return
-        if self._server is not None:
-            console.talk(f"the server ended; started again, pid {self._server.pid}")
+    def _start(self, name: str) -> Process | Server:
+        if name != SERVER:
+            return self._cluster.start(name)
+        server = self._cluster.ensure_server(self._password)
+        assert server is not None, "it has run"
+        return server
 
 
 def _detach(state: StateDir, asked: UpOptions) -> None:

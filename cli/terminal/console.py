@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 
 
 def open_streams() -> None:
@@ -90,9 +91,11 @@ def show(document: object, screen: Iterable[str], *, as_json: bool) -> None:
 
 
 def talk(text: str) -> None:
-    """Print one line on stderr, escaped."""
-    sys.stderr.write(printable(text) + "\n")
-    sys.stderr.flush()
+    """Print one line on stderr, escaped. A full disk or a closed terminal loses it: what speaks
+    goes on."""
+    with suppress(OSError):
+        sys.stderr.write(printable(text) + "\n")
+        sys.stderr.flush()
 
 
 def error(message: str, hint: str = "") -> None:

@@ -330,6 +330,10 @@ ClusterView = TypedDict(
         "num_open_orders": int,
         "computed_by": int,
         "healing": str,
+        "no_room": Annotated[
+            str,
+            Meta(description="Why no process is started for want of room; or empty"),
+        ],
         "allow_inject": bool,
         "mtbf_gpu_s": float,
         "num_faults": int,

@@ -16,6 +16,7 @@ from ..planner.alternative_names import percent
 Plain = dict[str, Any]
 What = Literal[
     "healing",
+    "no room",
     "unreachable",
     "lost",
     "disabled",
@@ -78,6 +79,7 @@ def needs(view: Plain, now_s: float) -> list[Need]:
         one
         for one in (
             *_healing(view),
+            *_room(view),
             *_nodes(view, now_s),
             *_tasks(view, now_s),
             *_losses(view, now_s),
@@ -103,6 +105,15 @@ def _healing(view: Plain) -> Iterator[Need]:
             what="healing",
             why="observing: all is decided and logged, nothing is done; to have it done",
             do="`unicron down; unicron up --act`, which ends every rank",
+        )
+
+
+def _room(view: Plain) -> Iterator[Need]:
+    if why := view["cluster"]["no_room"]:
+        yield Need(
+            what="no room",
+            why=f"{why}; processes run on, none is started",
+            do="make room there, or end what fills it: `unicron cancel TASK`",
         )
 
 

@@ -68,6 +68,7 @@ def view(
             "num_open_orders": len(state.orders),
             "computed_by": DECIDER_VERSION if waits else 0,
             "healing": state.held or "on",
+            "no_room": state.no_room,
             "allow_inject": state.policy.allow_inject,
             "mtbf_gpu_s": state.mtbf_gpu_s,
             "num_faults": state.num_faults,

@@ -29,6 +29,7 @@ _AFFECTING_ALL = (
     r.NodeLeft,
     r.NodeReachable,
     r.PolicySet,
+    r.RoomChanged,
     r.OrderRefused,
     r.HealingFrozen,
     r.HealingResumed,
@@ -36,7 +37,7 @@ _AFFECTING_ALL = (
     r.HealthChanged,
     r.QuarantineLifted,
 )
-"""Reports that may affect every task: of nodes, of the policy, of healing paused or on."""
+"""Reports that may affect every task: of nodes, of the policy, of what is paused or on."""
 _PROGRESS = (r.TaskProgressed, r.IterationsLogged)
 
 
@@ -160,19 +161,19 @@ def plan(state: ClusterState) -> Iterator[t.Body]:
     yield explain.plan_record(state, snapshot, choice)
     counts = choice.plan.slots
     open_tasks = [state.tasks[demand.task] for demand in snapshot.problem.demands]
-    if not state.held:
+    if not state.starts_held:
         yield from place(state, open_tasks, counts, snapshot)
     short = constraints.below_floor(snapshot.problem, counts)
     by_quota = constraints.blocked_by_quota(snapshot.problem, short)
     for task, count in zip(open_tasks, counts, strict=True):
-        if task.target:  # it has seats, or keeps them while healing is paused
+        if task.target:  # it has seats, or keeps them while no process is started
             continue
         if count == 0:
             yield from pending.record_waiting(
                 state, task, snapshot, short.get(task.id, 0), by_quota=task.id in by_quota
             )
-        elif state.held:  # it gets no seats while healing is paused
-            yield from pending.record_reason(task, state.held)
+        elif state.starts_held:  # it gets no seats
+            yield from pending.record_reason(task, state.starts_held)
 
 
 def place(

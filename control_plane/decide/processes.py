@@ -80,12 +80,13 @@ def stop_pending(state: ClusterState, task: Task, rank: Rank) -> bool:
 
 
 def may_start(state: ClusterState, task: Task, seat: Seat) -> bool:
-    """True if a process can be started in the seat's slot: no process occupies the slot any more,
-    and no pause of the rank runs. On a drained node nothing is started, nor where the agent cannot
-    read the order, even for tasks whose seats still have to move."""
+    """True if a process can be started in the seat's slot: the log has room, no process occupies
+    the slot any more, and no pause of the rank runs. On a drained node nothing is started, nor
+    where the agent cannot read the order, even for tasks whose seats still have to move."""
     node = state.nodes.get(seat.slot.node)
     return (
         node is not None
+        and not state.no_room
         and node.takes_tasks
         and seat.slot.index not in node.occupants
         and pause_name(task, seat.rank) not in state.deadlines

@@ -113,6 +113,15 @@ def _outage_ended(state: ClusterState, record: Record, body: r.OutageEnded) -> N
     state.outages = [*state.outages, body][-NUM_OUTAGES_MAX:]
 
 
+def _room_changed(state: ClusterState, record: Record, body: r.RoomChanged) -> None:
+    if not body.is_full:
+        state.no_room = ""
+        state.replan = "the disk of the log has room again"
+    else:
+        state.no_room = f"no room for the log: {body.folder} has {body.free_bytes >> 20} MiB free"
+        void_transitions(state)
+
+
 # --- the task, process or node that a record is about; empty: there is none, so nothing changes ---
 Handler = Callable[[ClusterState, Record, Any], None]
 
@@ -169,6 +178,7 @@ HANDLERS: dict[type[t.Body], Handler] = {
     r.PolicySet: _policy_set,
     r.DeadlineReached: deadline_reached,
     r.OutageEnded: _outage_ended,
+    r.RoomChanged: _room_changed,
     r.NodeJoined: nodes.node_joined,
     r.OrderRefused: nodes.order_refused,
     r.ReportsLost: nodes.reports_lost,

@@ -33,7 +33,9 @@ def lost_nodes(
         elif late:
             second = f"rank {late[0].rank} {late[0].timeout_reason}"
             seq = min((stall.seq for stall in task.stalls.values()), default=0)
-        elif not state.held and (node.replace or node.down_seq) and _is_replaced(state, task):
+        elif (
+            not state.starts_held and (node.replace or node.down_seq) and _is_replaced(state, task)
+        ):
             second = (
                 f"its machine is off: {node.drain_reason}"
                 if node.down_seq

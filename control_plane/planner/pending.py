@@ -333,8 +333,9 @@ def explain_waiting(state: ClusterState) -> dict[int, WaitExplanation]:
         if demand.task not in given or not is_waiting(task):
             continue
         if x:
-            if state.held:  # else TaskPlaced follows in the same batch
-                found[task.id] = WaitExplanation(why=state.held, needs="healing to be on")
+            if state.starts_held:  # else TaskPlaced follows in the same batch
+                needs = "healing to be on" if state.held else "room on the disk of the log"
+                found[task.id] = WaitExplanation(why=state.starts_held, needs=needs)
             continue
         why, needs = _missing(
             state, task, snapshot, short.get(task.id, 0), by_quota=task.id in by_quota

@@ -6,6 +6,7 @@ import random
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -20,6 +21,7 @@ from ...events.log.segments import Folder
 from ...events.records.envelope import Record, Report
 from ...events.records.reports import DeadlineReached, ReportsLost, TokenChanged
 from ...events.records.types import Body
+from ...events.shortage import outlast
 from ...events.spec.policy import Policy
 from ..fold.edits import EXPIRED, LOSSES, expired_tasks, running_deadlines
 from ..state.cluster import ClusterState
@@ -27,9 +29,11 @@ from .dead_letters import DeadLetters
 from .leader import LEASE_S, Leader, Spoiled
 from .leases import Leases
 from .outages import LENGTH_S_MIN, SILENT_S_MAX, Outages
+from .room import LOOK_S, Room
 from .sealer import Sealer
 
 T = TypeVar("T")
+_logger = structlog.get_logger("control_plane")
 Access = Callable[[int], Awaitable[Iterable[str]]]
 """Learns from former leaders who may do what; returns the expelled nodes. 0: it does not lead."""
 Check = Callable[[ClusterState], None]
@@ -112,8 +116,10 @@ class Coordinator:
         folder: Folder | None = None,
         observe: Observe | None = None,
         dead_letters: DeadLetters | None = None,
+        room: Room | None = None,
     ) -> None:
         self._log, self._observe = log, observe
+        self._room = room or Room()
         self.dead_letters = dead_letters or DeadLetters()
         """What the intake has rejected here."""
         self._folder = folder
@@ -133,7 +139,6 @@ class Coordinator:
         self._led_until_s: float | None = None
         """The last sign of life of the leader before."""
         self._started_s = self._leader.now_s()
-        self._logger = structlog.get_logger("control_plane")
         self._wake = asyncio.Event()
         self._committed = asyncio.Event()
         self._changed = asyncio.Event()
@@ -340,7 +345,7 @@ class Coordinator:
                 # The lease may be of a process that died here, at this URL: nobody leads then.
                 url = error.url if error.url != self._leader.url else ""
                 if url and url != self.leader_url:
-                    self._logger.info("following", leader=url, seq=self.seq)
+                    _logger.info("following", leader=url, seq=self.seq)
                 self.leader_url = url
                 self._outages.seen_by_follower(self._leader.now_s())
                 if url:
@@ -373,13 +378,20 @@ class Coordinator:
         self._leader_known.clear()
         self.leader_url = ""
         self._lost = None
-        beside = [group.create_task(self._keep_lease(), name="lease")]
+
+        def begin(name: str, run: Callable[[], Awaitable[None]]) -> None:
+            beside.append(group.create_task(outlast(run, partial(_told, name)), name=name))
+
+        beside: list[asyncio.Task[None]] = []
+        begin("lease", self._keep_lease)
         try:
+            await self._room.look()  # before the first decision
             await self._retry(self._recover)
-            beside.append(group.create_task(self._watch_heartbeats(), name="heartbeats"))
+            begin("heartbeats", self._watch_heartbeats)
+            begin("room", self._watch_room)
             if self._folder is not None:
                 sealer = Sealer(self._log, self._folder, self._leader, self._committed.is_set)
-                beside.append(group.create_task(sealer.run(), name="segments"))
+                begin("segments", sealer.run)
             await self._lead(group)
             self.leading = False
             with suppress(LogError):  # the next one tells a handover from an absence by the beat
@@ -398,7 +410,7 @@ class Coordinator:
             if self._timer:
                 self._timer.cancel()
             self._refuse_writes()
-        self._logger.info("led until now", next=self._hand_to, epoch=self.epoch, seq=self.seq)
+        _logger.info("led until now", next=self._hand_to, epoch=self.epoch, seq=self.seq)
         self._hand_to = ""
 
     async def _keep_lease(self) -> None:
@@ -443,7 +455,7 @@ class Coordinator:
         self._leader_known.set()
         self._publish(())
         self._committed.set()
-        self._logger.info("leading", epoch=self.epoch, seq=self.seq)
+        _logger.info("leading", epoch=self.epoch, seq=self.seq)
 
     async def _lead(self, group: asyncio.TaskGroup) -> None:
         disputes = 0
@@ -455,9 +467,9 @@ class Coordinator:
                 disputes += 1
                 if disputes > self._limits.disputes_max:
                     raise
-                self._logger.info("folding the log again", why=str(error))
+                _logger.info("folding the log again", why=str(error))
                 await self._retry(self._recover)
-            except (Unavailable, Spoiled):
+            except (Unavailable, Spoiled, OSError, MemoryError):
                 await self._retry(self._recover)
 
     async def _retry(self, call: Callable[[], Awaitable[None]]) -> None:
@@ -468,14 +480,12 @@ class Coordinator:
                 async with asyncio.timeout(3 * self._limits.call_s_max):
                     await call()
                 if reported:
-                    self._logger.info("the log is reached again")
+                    _logger.info("the log is reached again")
                 return
-            except (Unavailable, TimeoutError) as error:
+            except (Unavailable, OSError, MemoryError) as error:  # TimeoutError is an OSError
                 self._committed.clear()
                 if not reported:
-                    self._logger.warning(
-                        "the log cannot be reached, ranks continue", why=str(error)
-                    )
+                    _logger.warning("the log cannot be reached, ranks continue", why=str(error))
                 reported = True
                 self._outages.began(
                     "server",
@@ -503,7 +513,8 @@ class Coordinator:
             # Timed events need an empty intake: a report in it may clear the deadline.
             batch, has_timed = await self._drain(batch)
         writes = list(self._writes)
-        if not batch.entries and not writes and not has_timed:
+        has_changed = any(True for _ in self._room.verdicts(self._leader.state))
+        if not (batch.entries or writes or has_timed or has_changed):
             return
         self._committed.clear()
         records = await self._with_timeout(
@@ -532,6 +543,7 @@ class Coordinator:
         keeps others waiting for longer."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + self._limits.turn_s_max
+        yield from map(self._leader.report, self._room.verdicts(self._leader.state))
         for at, sent in enumerate(batch.entries, 1):
             yield sent
             if at < len(batch.entries) and loop.time() > until_s:
@@ -673,6 +685,13 @@ class Coordinator:
         if LOSSES in running_deadlines(self._leader.state):
             yield self._leader.report(DeadlineReached(deadline=LOSSES))
 
+    async def _watch_room(self) -> None:
+        while True:
+            await self._room.look()
+            if any(True for _ in self._room.verdicts(self._leader.state)):
+                self._wake.set()
+            await asyncio.sleep(LOOK_S)
+
     async def _watch_heartbeats(self) -> None:
         self._have_users = False
         while True:
@@ -740,7 +759,7 @@ class Coordinator:
             self._have_users = False
         except LogError as error:
             if had_users:
-                self._logger.error("the server no longer lets agents in", why=str(error))
+                _logger.error("the server no longer lets agents in", why=str(error))
             self._have_users = False
 
     async def _with_timeout(self, call: Awaitable[T], late: LogError) -> T:
@@ -749,3 +768,7 @@ class Coordinator:
                 return await call
         except TimeoutError:
             raise late from None
+
+
+def _told(loop: str, why: str) -> None:
+    _logger.warning("a loop fails for now, and goes on after a pause", loop=loop, why=why)

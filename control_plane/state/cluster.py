@@ -20,7 +20,7 @@ from .node import Node
 from .task import StragglerCost, Task
 
 SCHEMA = "unicron-state-9"
-DECIDER_VERSION = 24
+DECIDER_VERSION = 25
 """Version of `fold` and `decide`. Each epoch of a log records the version used (`heart`)."""
 NUM_REQUESTS_MAX = 1024
 """Operator requests that are remembered to recognise repetitions; the oldest are dropped first."""
@@ -81,6 +81,8 @@ class ClusterState(Struct, kw_only=True):
     """Why the last plan is out of date; empty: it is current."""
     frozen: str = ""
     """The operator's reason for freezing healing; empty: healing is not frozen."""
+    no_room: str = ""
+    """Why no process is started: the disk of the log is nearly full; empty: it has room."""
     earned: dict[int, float] = field(default_factory=dict[int, float])
     """Weighted FLOP of iterations finished for the first time, by span: at_s // WORK_SPAN_S."""
     slot_flops: float = 0.0
@@ -114,6 +116,11 @@ class ClusterState(Struct, kw_only=True):
         if self.policy.observe:
             return "observing"
         return f"frozen: {self.frozen}" if self.frozen else ""
+
+    @property
+    def starts_held(self) -> str:
+        """Why no process is started, so that none is moved either; empty: processes are."""
+        return self.held or self.no_room
 
     @property
     def hears_no_node(self) -> bool:

@@ -131,7 +131,7 @@ def transition_began(state: ClusterState, task: Task) -> None:
             iteration=task.iteration,
             iteration_s=_iteration_s(task, size) or task.step_s,
             axes=task.axes,
-            void=bool(state.held),
+            void=bool(state.starts_held),
         )
     elif task.transition.since_s < 0:
         task.transition.since_s, task.transition.iteration = since_s, task.iteration
@@ -149,7 +149,7 @@ def command_stopped(state: ClusterState, task: Task) -> None:
             since_s=task.progressed_s,
             iteration=task.iteration,
             iteration_s=_iteration_s(task, logged.size) or task.step_s,
-            void=bool(state.held),
+            void=bool(state.starts_held),
         )
 
 
@@ -191,8 +191,8 @@ def transition_to_idle(state: ClusterState, task: Task) -> None:
 
 
 def void_transitions(state: ClusterState) -> None:
-    """Fold: while healing is paused, transitions wait for an operator and are not measured."""
-    for task in state.tasks.values() if state.held else ():
+    """Fold: while nothing is started, transitions wait for an operator and are not measured."""
+    for task in state.tasks.values() if state.starts_held else ():
         if task.transition is not None:
             task.transition.void = True
 

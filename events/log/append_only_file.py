@@ -60,7 +60,7 @@ def read(server: Path, cluster: str, after: int) -> Unsealed:
         return Unsealed([], "")
     wires: dict[int, tuple[str, bytes]] = {}
     snapshot = ""
-    for name in _names(folder):
+    for name in file_names(folder):
         with _open(folder / name) as file:
             if file.peek(1)[:6].startswith((b"REDIS", b"VALKEY")):
                 snapshot = name if _has_keys(file) else snapshot
@@ -92,16 +92,17 @@ def read(server: Path, cluster: str, after: int) -> Unsealed:
     )
 
 
-def _names(folder: Path) -> Iterator[str]:
-    """The files that the manifest names, in the order in which they were written."""
+def file_names(folder: Path) -> Iterator[str]:
+    """The files that the manifest names, in the order in which they were written. Raises
+    UsageError, OSError."""
     with _open(folder / MANIFEST) as file:
         lines = file.read(MANIFEST_BYTES_MAX).decode(errors="replace").splitlines()
     for line in lines:
-        found = _FILE.fullmatch(line)
-        if found is None:
+        entry = _FILE.fullmatch(line)
+        if entry is None:
             raise UsageError(f"{folder / MANIFEST} is not a manifest of a server", HINT)
-        if found[2] != "h":  # history: the server is about to remove it
-            yield found[1]
+        if entry[2] != "h":  # history: the server is about to remove it
+            yield entry[1]
 
 
 def _open(path: Path) -> BufferedReader:

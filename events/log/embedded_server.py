@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -24,10 +25,11 @@ from msgspec import Struct
 
 from .. import process_identity, unix_socket
 from ..decoding import from_json
-from ..errors import ServerError
+from ..errors import ServerError, UsageError
 from ..file_lock import FileLock, Held
 from ..private_files import write_private
 from ..process_io import defer_signals
+from . import reserve
 
 START_S_MAX = 30.0
 """How long the server may take to load its log and answer."""
@@ -36,6 +38,7 @@ REPLY_S_MAX = 2.0
 LOCK_S_MAX = 5.0
 """How long the threads of a killed server, or its log rewrite, may still hold the lock."""
 SOCKET = "server.sock"
+FULL_HINT = "if its disk is full, make room there"
 _POLL_S = 0.02
 _children: dict[int, subprocess.Popen[bytes]] = {}
 _CONFIG = """\
@@ -76,7 +79,8 @@ class Server(Struct, frozen=True, kw_only=True):
         return start_time(self.pid) == self.start_time
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Send SIGTERM, after `grace_s` SIGKILL. Return when the process is gone. Data stays."""
+        """Send SIGTERM, after `grace_s` SIGKILL. Return when the process is gone. Data stays; what
+        was reserved beyond it is free."""
         for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, STOP_GRACE_S)):
             if not self.is_alive:
                 break
@@ -86,6 +90,9 @@ class Server(Struct, frozen=True, kw_only=True):
                 time.sleep(_POLL_S)
         if self.is_alive:
             raise ServerError(f"server {self.pid} does not exit", f"kill -9 {self.pid}")
+        # Under the lock: the next server, which may start at once, appends to the same file.
+        with suppress(OSError, UsageError, Held), FileLock(Path(self.directory) / "lock").acquire():
+            reserve.release(Path(self.directory), newest_too=True)
 
 
 class _Note(Struct, frozen=True):
@@ -127,14 +134,24 @@ def start(directory: Path, password: str = "") -> Server:
     """Start a server on the data in `directory` (created if absent). `password`: used if the
     directory has none, so that clients of a directory that was deleted can go on.
 
-    Raises ServerError if there is no binary, the directory is in use, or the server exits or does
-    not answer within START_S_MAX.
+    Raises ServerError if there is no binary, the directory is in use or full, or the server exits
+    or does not answer within START_S_MAX.
     """
     binary = find_binary()
     directory = _make(directory)
     lock = _lock(directory)
     try:
-        return _start(binary, directory, lock, password)
+        with suppress(OSError, UsageError):  # a full disk, or one that cannot reserve
+            reserve.release(directory)
+            reserve.extend(directory)
+        server = _start(binary, directory, lock, password)
+        with suppress(OSError, UsageError):  # if the file is new, or was cut
+            reserve.extend(directory)
+        return server
+    except OSError as error:
+        raise ServerError(
+            f"{directory}: {(error.strerror or str(error)).lower()}", FULL_HINT
+        ) from error
     finally:
         lock.release()
 
@@ -173,12 +190,11 @@ def _start(binary: Path, directory: Path, lock: FileLock, former: str) -> Server
         write_private(directory / "password", password.encode())
     config, log = directory / "valkey.conf", directory / "server.log"
     # The socket's path is relative to `dir`: a longer one may not fit into a socket address.
-    write_private(
-        config,
-        _CONFIG.format(
-            socket=SOCKET, password=password, directory=_quoted(directory), log=_quoted(log)
-        ).encode(),
-    )
+    text = _CONFIG.format(
+        socket=SOCKET, password=password, directory=_quoted(directory), log=_quoted(log)
+    ).encode()
+    if not config.exists() or config.read_bytes() != text:  # a full disk has no room for it
+        write_private(config, text)
     log_start = log.stat().st_size if log.exists() else 0
     process, answer = None, ""
     try:

@@ -372,6 +372,7 @@ TEMPLATES = {
     "EpochStarted": "decider {heart}, code {code}{durability:?, durability {durability}}"
     "{replicas_min:? on {replicas_min} replicas}",
     "OutageEnded": "{:outage}",
+    "RoomChanged": "{folder} has {free_bytes:~B} free{is_full:?, no process is started}",
     "PolicySet": "silence {policy[silence_s_max]:g} s, {policy[restarts_max]} restarts"
     "{policy:changes}"
     "{policy[observe]:?, OBSERVING}"

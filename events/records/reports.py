@@ -50,6 +50,17 @@ class OutageEnded(Body, frozen=True):
     lost_to: int = 0
 
 
+class RoomChanged(Body, frozen=True):
+    """The disk of the log is nearly full, or has room again."""
+
+    is_full: bool
+    """Nearly: from now on no process of a rank is started."""
+    folder: str
+    """The folder of the log's server."""
+    free_bytes: int
+    """Free room there."""
+
+
 class PolicySet(Body, frozen=True):
     policy: Policy
 

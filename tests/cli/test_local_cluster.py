@@ -13,12 +13,11 @@ import pty
 import signal
 import socket
 import subprocess
-import sys
 import termios
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,7 @@ from unittest import mock
 
 import pytest
 import redis
-from cli_process import in_process
-from unicron.cli.cluster import local_cluster, processes
+from unicron.cli.cluster import processes
 from unicron.cli.cluster.client import Client, Unreachable
 from unicron.cli.cluster.local_cluster import (
     CONTROL_PLANE,
@@ -36,84 +34,12 @@ from unicron.cli.cluster.local_cluster import (
     LocalCluster,
     agent_name,
 )
-from unicron.cli.cluster.processes import Process
 from unicron.cli.cluster.state_dir import StateDir
 from unicron.cli.commands import up as command
 from unicron.events.log import embedded_server
+from up_cluster import ALL, LIMIT_S, Cluster, until
 
-LIMIT_S = 90
 Redis: Any = redis.Redis
-ALL = (UP, CONTROL_PLANE, agent_name("n1"))
-
-
-class Cluster:
-    """Runs commands on one state folder, as a second terminal does: `up` in its own process."""
-
-    def __init__(self, folder: Path) -> None:
-        self.state = StateDir(folder)
-
-    def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        if arguments[0] != "up":
-            return in_process(arguments, None, self.environment())
-        return subprocess.run(
-            self.argv(*arguments),
-            text=True,
-            capture_output=True,
-            check=False,
-            timeout=LIMIT_S,
-            env=self.environment(),
-        )
-
-    def argv(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-P", "-m", "unicron.cli.main", *arguments]
-
-    def environment(self) -> dict[str, str]:
-        clean = {key: value for key, value in os.environ.items() if not key.startswith("UNICRON_")}
-        return {**clean, "UNICRON_STATE": str(self.state.path)}
-
-    def up(self, *options: str) -> subprocess.CompletedProcess[str]:
-        return self("up", "--detach", "--agents", "1", "--slots", "1", *options)
-
-    def pids(self) -> dict[str, int]:
-        """Name -> pid of the running processes, including the server."""
-        found = {
-            name: process.pid
-            for name in ALL
-            if (process := processes.find(self.state, name)) is not None
-        }
-        server = embedded_server.adopt(self.state.server)
-        return found if server is None else {**found, "server": server.pid}
-
-    def process(self, name: str) -> Process:
-        found = processes.find(self.state, name)
-        assert found is not None, name
-        return found
-
-    def kill(self, name: str) -> None:
-        """SIGKILL the process and wait until it is gone."""
-        process = self.process(name)
-        os.kill(process.pid, signal.SIGKILL)
-        assert processes.wait_gone(process, 10.0)
-
-    def records(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self("tail", "-o", "jsonl").stdout.splitlines()]
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path / "state")
-    yield made
-    watching = processes.find(made.state, UP)
-    if watching is not None:
-        processes.stop_together(made.state, [watching], 0.0)
-    local_cluster.stop_all(made.state, grace=False)
-
-
-def until(holds: Callable[[], bool], limit_s: float = 30.0) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < deadline_s, f"the condition did not hold within {limit_s} s"
-        time.sleep(0.1)
 
 
 @pytest.mark.thorough
@@ -187,7 +113,7 @@ def test_down_names_unfinished_tasks_first(tmp_path, monkeypatch, capsys, by_sig
 
     class Asked:
         def get(self, path: str, **query: object) -> dict[str, Any]:
-            assert processes.alive(agent), f"down requested {path} after the agent had ended"
+            assert agent.is_alive, f"down requested {path} after the agent had ended"
             return {"tasks": tasks}
 
     monkeypatch.setattr(command, "connect", lambda state: Asked())
@@ -196,7 +122,7 @@ def test_down_names_unfinished_tasks_first(tmp_path, monkeypatch, capsys, by_sig
         command._Watch(LocalCluster(state, ClusterOptions(num_agents=1))).run(stop)
     else:
         command.down(state)
-    assert not processes.alive(agent)
+    assert not agent.is_alive
     printed = capsys.readouterr()
     lines = (printed.err if by_signal else printed.out).splitlines()
     assert lines[:4] == [
@@ -785,7 +711,7 @@ def test_a_reply_is_awaited_for_the_given_time(url: str) -> None:
 
 
 def test_a_process_that_ended_before_its_pid_file_is_not_alive():
-    assert not processes.alive(processes.Process(name="n1", pid=2**22 + 1, started=""))
+    assert not processes.Process(name="n1", pid=2**22 + 1, started="").is_alive
 
 
 def test_a_log_of_ours_that_grows_is_cut_while_its_process_writes_on(tmp_path, monkeypatch):

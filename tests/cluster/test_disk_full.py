@@ -4,16 +4,15 @@ alone."""
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from loop_driver import EXAMPLE
+from small_disk import fill, small_disk
 from source_changes import changed
 from twins import small
 
@@ -23,28 +22,8 @@ ROOM_BYTES = 64 << 20
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A small disk of its own."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    words = ["mount", "-t", "tmpfs", "-o", f"size={ROOM_BYTES}", "tmpfs", str(folder)]
-    try:
-        subprocess.run(words, check=True, capture_output=True, timeout=20)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("no file system can be mounted here")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=20)
-
-
-def fill(disk: Path) -> Path:
-    """A file that takes all room."""
-    taken = disk / "taken"
-    with taken.open("wb", buffering=0) as file:
-        for block in (1 << 20, 1 << 12):
-            with suppress(OSError):
-                while file.write(bytes(block)):
-                    pass
-    free = os.statvfs(disk)
-    assert free.f_bavail == 0, free
-    return taken
+    with small_disk(tmp_path / "disk", ROOM_BYTES) as folder:
+        yield folder
 
 
 def fill_before_its_end(cluster: Any, disk: Path, task: int, iteration: int) -> Path:
@@ -53,6 +32,7 @@ def fill_before_its_end(cluster: Any, disk: Path, task: int, iteration: int) -> 
     hold = cluster.hold(task, 0, event="forward", iteration=iteration)
     cluster.wait_held(task, 0, begun_s)
     taken = fill(disk)
+    assert os.statvfs(disk).f_bavail == 0
     hold.unlink()
     failed = cluster.wait_told(task, "CheckpointFailed", task=task, final=True).body
     assert (failed.errno, failed.why) == ("ENOSPC", "No space left on device")

@@ -319,7 +319,7 @@ def kill_control_plane(stage: Stage, players: list[Player]) -> None:
         f"{went}: training went on, {died} ranks died; the state before the "
         f"kill has hash {_short(cluster['hash'])} at seq {cluster['seq']}",
     )
-    stage.promise(not processes.alive(control), "the control plane was gone")
+    stage.promise(not control.is_alive, "the control plane was gone")
     stage.promise(
         all(last[task] > first[task] for task in first),
         "training went on without the control plane",

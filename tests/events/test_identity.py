@@ -301,6 +301,7 @@ def test_every_kind_of_record_is_an_agents_or_is_not() -> None:
         "EpochStarted",
         "PolicySet",
         "OutageEnded",
+        "RoomChanged",
         "DeadlineReached",
         "NodeUnreachable",
         "NodeReachable",

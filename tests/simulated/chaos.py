@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 from simulated.agent import SimulatedAgent, SimulatedProcess
 from simulated.log_link import NO_FAULTS, LinkFaults
 from simulated.noise import Noise
+from unicron.control_plane.service.room import Room
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
 
@@ -35,6 +37,17 @@ AIMED_AT = (
 Fault = Callable[[], Awaitable[None]]
 
 
+class SimulatedRoom(Room):
+    """Of the log's disk; nothing is measured."""
+
+    def __init__(self) -> None:
+        super().__init__(Path("/log"))
+        self.is_full = False
+
+    async def look(self) -> None:
+        self._free_bytes = 0 if self.is_full else 1 << 40
+
+
 class Chaos:
     """Seeded faults and operator actions. Each async method runs one of them from start to end."""
 
@@ -44,6 +57,7 @@ class Chaos:
         self._aims: list[tuple[str, Callable[[int], None]]] = []
         self.left: set[str] = set()
         self.noise = Noise(world)
+        self.room = SimulatedRoom()
 
     def kinds(self, *, only_leaders: bool) -> list[Fault]:
         """The faults to choose from; a fault that is listed twice is twice as likely."""
@@ -102,10 +116,22 @@ class Chaos:
         """Start one fault after the other; in one of ten cases two at the same instant."""
         rate_s = self.rng.choice([1.0, 3.0, 8.0])
         kinds = self.kinds(only_leaders=only_leaders)
+        disk = random.Random(f"disk {self.world.seed}")
+        if disk.random() < 0.25:
+            self._tasks.append(asyncio.create_task(self._fill_disk(disk, until_s), name="disk"))
         while self.world.loop.time() < until_s:
             await asyncio.sleep(self.rng.expovariate(1 / rate_s))
             for _ in range(2 if self.rng.random() < 0.1 else 1):
                 self.begin(self.rng.choice(kinds))
+
+    async def _fill_disk(self, rng: random.Random, until_s: float) -> None:
+        """In some worlds the disk of the log is nearly full from time to time."""
+        while self.world.loop.time() < until_s:
+            await asyncio.sleep(rng.expovariate(1 / 30.0))
+            self.world.tell("fill_disk")
+            self.room.is_full = True
+            await asyncio.sleep(rng.uniform(0, 40))
+            self.room.is_full = False
 
     def begin(self, fault: Fault, *, aimed: str = "") -> None:
         """Start the fault now, concurrently with everything else."""

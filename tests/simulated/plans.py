@@ -95,7 +95,10 @@ def _taken(state: ClusterState, body: PlanChosen) -> str:
     for one in body.allocations:
         task = state.tasks[one.task]
         mine = {seat.slot for seat in task.target}
-        if task.failures is not None and one.slots > len(usable & mine) + len(usable - given):
+        lost = {name for name, node in state.nodes.items() if node.health in ("lost", "left")}
+        if task.failures is None or {slot.node for slot in task.failures.slots} <= lost:
+            continue  # the loss of the nodes where it failed explains the failures
+        if one.slots > len(usable & mine) + len(usable - given):
             return f"task {one.task} fails, and takes slots from others"
     return ""
 

@@ -216,6 +216,7 @@ class World:
             policy=self.policy,
             jitter=random.Random(f"{self.seed} {name}"),
             dead_letters=NoLetters(),
+            room=self.chaos.room,
         )
         task = asyncio.create_task(self._lead(name, coordinator), name=name)
         self.leaders[name] = coordinator, port, task
@@ -419,6 +420,7 @@ class World:
         self.chaos.noise.end()
         self.lose_leaders()
         self.policy = replace(self.policy, observe=False)
+        self.chaos.room.is_full = False
         self.start_leader()
         if not self.only_leaders:
             await self.ask("unfreeze", r.HealingResumed())

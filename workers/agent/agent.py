@@ -10,6 +10,7 @@ from functools import partial
 import structlog
 
 from ...events.errors import Ambiguous, Unavailable
+from ...events.log.port import SentOrder
 from ...events.log.redis_streams import RedisLog
 from ...events.process_identity import boot_id
 from ...events.records.order_format import ORDER_FORMAT_VERSION
@@ -23,6 +24,7 @@ from ...events.records.reports import (
     NodeLeft,
 )
 from ...events.records.types import first_store_number
+from ...events.shortage import outlast
 from ...events.timing import BEAT_S, FLUSH_S_MAX, STOP_GRACE_S
 from ..host import linux
 from .checkpoint_store import CheckpointStore
@@ -155,21 +157,9 @@ class Agent:
             )
             try:
                 ranks.adopt()
-                loops = [
-                    group.create_task(self._outbox.run(), name="reports"),
-                    group.create_task(self._beat(), name="heartbeats"),
-                    group.create_task(self._ask_address(), name="rejoin"),
-                    group.create_task(self._sweep(ranks), name="sweep"),
-                    group.create_task(self._look(ranks), name="look"),
-                    group.create_task(_every(READ_S, ranks.readers.look), name="read"),
-                    *(
-                        [group.create_task(_every(WATCH_S, ranks.watch.look), name="watch")]
-                        if node.watch
-                        else []
-                    ),
-                ]
                 orders = group.create_task(self._follow(ranks), name="orders")
-                heeds = [group.create_task(health.run(), name="health")] if health else []
+                heeds = [_begin(group, "health", health.run)] if health else []
+                loops = self._begin_loops(group, ranks)
                 await stop.wait()
                 if (restart := self._restart()) is not None:
                     _log.info("restarting; the ranks run on", ranks=len(ranks.pids))
@@ -202,6 +192,22 @@ class Agent:
                 with suppress(ShimLost):
                     store.close()
                 self._shim.end()
+
+    def _begin_loops(
+        self, group: asyncio.TaskGroup, ranks: OrderExecutor
+    ) -> list[asyncio.Task[None]]:
+        """The loops that go on until all ranks have been stopped."""
+        loops: dict[str, Callable[[], Awaitable[None]]] = {
+            "reports": self._outbox.run,
+            "heartbeats": self._beat,
+            "rejoin": self._ask_address,
+            "sweep": partial(self._sweep, ranks),
+            "look": partial(self._look, ranks),
+            "read": partial(_every, READ_S, ranks.readers.look),
+        }
+        if self._node.watch:
+            loops["watch"] = partial(_every, WATCH_S, ranks.watch.look)
+        return [_begin(group, name, run) for name, run in loops.items()]
 
     async def _drain(self, ranks: OrderExecutor) -> None:
         """Have the tasks leave this node. Without the log, they could not be told to."""
@@ -243,8 +249,12 @@ class Agent:
 
     async def _follow(self, ranks: OrderExecutor) -> None:
         """Execute this node's orders from the first one on, each once, in order of epoch and seq: a
-        log that has lost records uses their seqs again."""
+        log that has lost records uses their seqs again. No order is passed over for a shortage."""
         cursor, last = "0-0", (0, 0)
+
+        async def execute(order: SentOrder, again: bool) -> None:
+            ranks.execute(order.record, order.store_keys, stale=not self._has_joined, again=again)
+
         while True:
             sent = await self._link.retry(
                 partial(self._port.orders, self._node.name, after=cursor, wait_s=ORDERS_WAIT_S),
@@ -259,9 +269,7 @@ class Agent:
                 cursor, place = order.cursor, (order.record.epoch, order.record.seq)
                 if place > last:
                     last = place
-                    ranks.execute(
-                        order.record, order.store_keys, stale=not self._has_joined, again=again
-                    )
+                    await outlast(partial(execute, order, again), partial(_told, "orders"))
 
     async def _beat(self) -> None:
         """Send a heartbeat every BEAT_S; a failed one is not retried."""
@@ -306,6 +314,17 @@ class Agent:
             ]:
                 self._shim.reap(*dead)
             await asyncio.sleep(SWEEP_S)
+
+
+def _begin(
+    group: asyncio.TaskGroup, name: str, run: Callable[[], Awaitable[None]]
+) -> asyncio.Task[None]:
+    return group.create_task(outlast(run, partial(_told, name)), name=name)
+
+
+def _told(loop: str, why: str) -> None:
+    """A loop waits for what the machine lacks; ranks run on, and reports are kept."""
+    _log.warning("a loop fails for now, and goes on after a pause", loop=loop, why=why)
 
 
 async def _every(pause_s: float, look: Callable[[float], None]) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import NoReturn
 
 import structlog
@@ -16,6 +17,7 @@ from ...events.records import orders, reports
 from ...events.records.codec import UnknownBody
 from ...events.records.envelope import Record
 from ...events.records.types import Body
+from ...events.shortage import outlast
 from ...events.timing import REAP_S_MAX, STOP_GRACE_S
 from ..host import linux
 from ..ipc.pipe_protocol import Adopted, Frame
@@ -402,10 +404,11 @@ class OrderExecutor:
         """Start the process. If the system refuses, report OrderRefused and return False."""
         order = rank.order
         pipe: Pipe | None = None
-        if order.spec.training is not None:
-            pipe = self._pipe(rank)
-        page = self.watch.open(order)
+        page: ProgressPage | None = None
         try:
+            if order.spec.training is not None:
+                pipe = self._pipe(rank)
+            page = self.watch.open(order)
             process = self._starter.start(order, rank.frame, pipe, page)
         except (OSError, ValueError) as error:
             for end in (pipe, page):
@@ -469,22 +472,12 @@ class OrderExecutor:
         process = rank.process
         assert process is not None
         try:
-            how = await rank.until_end()
-            # An unexpected exit of a training rank is reported before its children are cleaned up:
-            # other ranks wait for the report, and a busy node takes longer to find the children.
-            is_reported = rank.note.is_exit_reported
-            if not is_reported and rank.pipe is not None and rank.stop_at is None:
-                is_reported = True
-                process.signal_group(signal.SIGKILL)
-                await self._report_exit(rank, process, how)
-            elif rank.stop_at is not None:  # the grace period covers the whole process group
-                await process.wait_group(max(0.0, rank.stop_at - self._loop.time()))
-            is_gone = await process.end_group(REAP_S_MAX, reap=False)
-            if not is_reported:
-                await self._report_exit(rank, process, how)
-            while not is_gone:
-                _log.error("a process survives SIGKILL; its slot stays occupied", pid=process.pid)
-                is_gone = await process.end_group(60.0, reap=False)
+            await outlast(
+                partial(self._see_end, rank, process),
+                lambda why: _log.warning(
+                    "the end of a process is looked at again", pid=process.pid, why=why
+                ),
+            )
             process.reap()  # only now: without its report, the next agent finds it again
         finally:
             if rank.continue_timer is not None:
@@ -496,6 +489,23 @@ class OrderExecutor:
             self.watch.drop(rank.order)
             if rank.pipe is not None:
                 rank.pipe.close()
+
+    async def _see_end(self, rank: RankAttempt, process: Process) -> None:
+        """Wait for the end of the process and of all its descendants; report it once."""
+        how = await rank.until_end()
+        # An unexpected exit of a training rank is reported before its children are cleaned up:
+        # other ranks wait for the report, and a busy node takes longer to find the children.
+        if not rank.note.is_exit_reported and rank.pipe is not None and rank.stop_at is None:
+            process.signal_group(signal.SIGKILL)
+            await self._report_exit(rank, process, how)
+        elif rank.stop_at is not None:  # the grace period covers the whole process group
+            await process.wait_group(max(0.0, rank.stop_at - self._loop.time()))
+        is_gone = await process.end_group(REAP_S_MAX, reap=False)
+        if not rank.note.is_exit_reported:
+            await self._report_exit(rank, process, how)
+        while not is_gone:
+            _log.error("a process survives SIGKILL; its slot stays occupied", pid=process.pid)
+            is_gone = await process.end_group(60.0, reap=False)
 
     async def _report_exit(self, rank: RankAttempt, process: Process, how: Exit) -> None:
         if rank.pipe is not None:
