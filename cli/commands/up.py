@@ -16,7 +16,7 @@ from types import FrameType
 from msgspec import Struct, json, structs
 
 from ...control_plane.api.needs import ENDED
-from ...events.errors import ServerError, UnicronError, UsageError
+from ...events.errors import UnicronError, UsageError
 from ...events.log import embedded_server
 from ...events.secret_environment import REDIS_URL
 from ...events.spec.job import NAME
@@ -343,7 +343,7 @@ class _Watch:
     def _restart_server(self, password: str) -> None:
         try:
             self._server = self._cluster.ensure_server(password)
-        except ServerError as error:
+        except UnicronError as error:
             console.talk(f"the server cannot start: {error}")
             return
         if self._server is not None:

@@ -6,7 +6,8 @@ listens on a unix socket in its directory, which only the owner can enter, and o
 that a stopped server leaves free could be taken by a process that collects passwords. It uses
 `appendfsync always`: with `everysec` an acknowledged record can be lost, because a write waits
 while a sync runs. Batches make `always` affordable (measured: 162 k against 258 k records/s). Its
-files are commands throughout (no snapshots), which append_only_file.py reads without a server.
+files are commands throughout (no snapshots), which append_only_file.py reads without a server, and
+checks before a server starts on them: the folder may come from somebody else.
 """
 
 import os
@@ -23,10 +24,12 @@ import msgspec
 from msgspec import Struct
 
 from .. import process_identity, unix_socket
-from ..errors import ServerError
+from ..errors import ServerError, UsageError
 from ..file_lock import FileLock, Held
 from ..private_files import write_private
 from ..process_io import defer_signals
+from ..regular_files import read_regular
+from . import append_only_file
 
 START_S_MAX = 30.0
 """How long the server may take to load its log and answer."""
@@ -49,9 +52,21 @@ save ""
 appendonly yes
 appendfsync always
 aof-use-rdb-preamble no
+sanitize-dump-payload yes
+rename-command MODULE ""
+rename-command DEBUG ""
+rename-command REPLICAOF ""
+rename-command SLAVEOF ""
+rename-command MIGRATE ""
 maxmemory-policy noeviction
 tcp-keepalive 60
 """
+"""Renamed to nothing, a command is unknown also to a server that loads its files."""
+NOTE_BYTES_MAX = 1 << 16
+CHECK_HINT = (
+    "no server was started on it; if the folder is yours, move server/ away, then "
+    "unicron log restore"
+)
 
 
 class Server(Struct, frozen=True, kw_only=True):
@@ -126,16 +141,21 @@ def start(directory: Path, password: str = "") -> Server:
     """Start a server on the data in `directory` (created if absent). `password`: used if the
     directory has none, so that clients of a directory that was deleted can go on.
 
-    Raises ServerError if there is no binary, the directory is in use, or the server exits or does
-    not answer within START_S_MAX.
+    Raises UsageError if its files have more than data: a server would execute that. Raises
+    ServerError if there is no binary, the directory is in use, or the server exits or does not
+    answer within START_S_MAX.
     """
     binary = find_binary()
     directory = _make(directory)
     lock = _lock(directory)
     try:
-        return _start(binary, directory, lock, password)
+        snapshot = _checked(directory)
+        server = _start(binary, directory, lock, password)
     finally:
         lock.release()
+    if snapshot:  # of an older Unicron: from now on its files are commands, which can be checked
+        _ask(server, "BGREWRITEAOF")
+    return server
 
 
 def find_binary() -> Path:
@@ -165,6 +185,16 @@ def start_time(pid: int) -> str:
 
 
 # --- starting -----------------------------------------------------------------------------------
+def _checked(directory: Path) -> str:
+    """See append_only_file.check; an empty folder has nothing to check."""
+    try:
+        return append_only_file.check(directory)
+    except UsageError as error:
+        raise UsageError(str(error), CHECK_HINT) from None
+    except OSError as error:
+        raise ServerError(f"{error.filename}: {error.strerror}", CHECK_HINT) from None
+
+
 def _start(binary: Path, directory: Path, lock: FileLock, former: str) -> Server:
     password = _password(directory)
     if password is None:
@@ -233,9 +263,17 @@ def _server(directory: Path, note: _Note, password: str) -> Server:
 
 def _ping(server: Server) -> str:
     """`ready`, `loading` while the server reads its log, else the error."""
-    password = server.password
-    request = f"*2\r\n$4\r\nAUTH\r\n${len(password)}\r\n{password}\r\n*1\r\n$4\r\nPING\r\n"
-    reply = b""
+    reply = _ask(server, "PING")
+    if reply == "+OK\r\n+PONG":
+        return "ready"
+    return "loading" if "LOADING" in reply else reply
+
+
+def _ask(server: Server, command: str) -> str:
+    """The server's answers to its password and to a command of one word, or the error."""
+    password, reply = server.password, b""
+    request = f"*2\r\n$4\r\nAUTH\r\n${len(password)}\r\n{password}\r\n"
+    request += f"*1\r\n${len(command)}\r\n{command}\r\n"
     try:
         with socket.socket(socket.AF_UNIX) as link:
             link.settimeout(REPLY_S_MAX)
@@ -245,9 +283,7 @@ def _ping(server: Server) -> str:
                 reply += more
     except OSError as error:
         return str(error)
-    if reply == b"+OK\r\n+PONG\r\n":
-        return "ready"
-    return "loading" if b"LOADING" in reply else reply.decode(errors="replace").strip()
+    return reply.decode(errors="replace").strip()
 
 
 def _last_complaint(log: Path, start: int) -> str:
@@ -295,16 +331,20 @@ def _lock(directory: Path) -> FileLock:
 
 def _note(directory: Path) -> _Note | None:
     try:
-        return msgspec.json.decode((directory / "server.json").read_bytes(), type=_Note)
+        return msgspec.json.decode(_own(directory / "server.json"), type=_Note)
     except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError):
         return None
 
 
 def _password(directory: Path) -> str | None:
     try:
-        return (directory / "password").read_text(encoding="utf-8").strip() or None
+        return _own(directory / "password").decode(errors="replace").strip() or None
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def _own(path: Path) -> bytes:
+    return read_regular(path, NOTE_BYTES_MAX, follow=False, uid=os.geteuid())
 
 
 def _quoted(path: Path) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from cli_process import in_process
+from unicron.events.log.append_only_file import STRANGE_HINT
 
 from .test_local_cluster import Cluster, until
 
@@ -107,7 +108,13 @@ def test_files_that_load_a_module_run_nothing(cluster_folder: Path, tmp_path: Pa
         assert (refused.returncode, refused.stdout) == (2, ""), (words, refused)
         line, hint = refused.stderr.strip().splitlines()
         assert "has the command MODULE" in line
-        assert hint == "hint: nothing was executed; do not start unicron up on this folder"
+        assert hint == f"hint: {STRANGE_HINT}"
+    for words in (("up", "--agents", "1"), ("control-plane",)):
+        refused = look(folder, words, tmp_path)
+        assert not mark.exists(), words
+        assert refused.returncode == 2, (words, refused)
+        assert "has the command MODULE" in refused.stderr.splitlines()[-2]
+        assert "no server was started on it" in refused.stderr.splitlines()[-1]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
