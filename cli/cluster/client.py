@@ -25,7 +25,7 @@ from ...events.errors import Leased, UnicronError, UsageError
 from ...events.log import embedded_server
 from ...events.private_files import read_private
 from . import processes
-from .state_dir import StateDir, default, read_json
+from .state_dir import StateDir, default, opened, read_json
 
 if TYPE_CHECKING:
     from ...control_plane.api.messages import NodeView, TaskView, View
@@ -335,7 +335,7 @@ def connect(state: StateDir | None = None, urls: Urls = None) -> Client:
 
     The token is $UNICRON_TOKEN, else that of the state folder.
     """
-    state = state or StateDir(default())
+    state = state or opened(default())
     files = running_here(state)
     given = urls or [url for url in os.environ.get("UNICRON_URL", "").split(",") if url]
     host, ca = platform.node(), ""

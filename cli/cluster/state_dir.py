@@ -1,8 +1,11 @@
-"""The state folder of a cluster on this machine: its paths and its lock."""
+"""The state folder of a cluster on this machine: whose it is, its paths and its lock."""
+
+from __future__ import annotations
 
 import json
 import os
 import shlex
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,9 @@ from ...events import file_lock
 from ...events.errors import UsageError
 from ...events.file_lock import FileLock, Held
 from ...events.private_files import write_private
+from ...events.regular_files import read_regular
+
+FILE_BYTES_MAX = 1 << 20
 
 
 def default() -> Path:
@@ -23,6 +29,30 @@ def default() -> Path:
 def shown(path: Path) -> str:
     """The path as a user would type it: relative if it is below the working directory."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def opened(path: Path) -> StateDir:
+    """The state folder at this path, which need not exist yet. Raises UsageError if it belongs to
+    another user, or if others may write in it: they would choose what is read and started."""
+    state = StateDir(path)
+    try:
+        found = state.path.stat()
+    except OSError:
+        return state  # there is nothing to read; who writes there, sees why not
+    if found.st_uid != os.geteuid():
+        raise UsageError(
+            f"{state.path} belongs to user {found.st_uid}, not to {os.geteuid()}: "
+            "who owns it chooses what is read",
+            "name a folder of yours with --state; to look at that one, "
+            "let the owner export the log: unicron export FILE",
+        )
+    if found.st_mode & 0o022:
+        raise UsageError(
+            f"{state.path} has mode {stat.S_IMODE(found.st_mode):04o}: others may write in it, "
+            "and so choose what is read",
+            f"chmod go-w {shlex.quote(shown(state.path))}, if nobody else has written there",
+        )
+    return state
 
 
 class StateDir:
@@ -67,7 +97,8 @@ class StateDir:
         try:
             lock.acquire()
         except Held as held:
-            holder = lock.path.read_text(encoding="utf-8").strip() or "another process"
+            said = read_regular(lock.path, FILE_BYTES_MAX).decode(errors="replace")
+            holder = said.strip() or "another process"
             far = f" ({held.holder})" if held.holder else ""
             raise UsageError(
                 f"{self.path} is locked by {holder}{far}",
@@ -80,10 +111,11 @@ class StateDir:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in the file; None if it is missing or not valid."""
+    """The JSON object in the file; None if it is missing or not valid, or no file of this user."""
     try:
-        data: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        text = read_regular(path, FILE_BYTES_MAX, follow=False, uid=os.geteuid())
+        data: Any = json.loads(text)
+    except (OSError, ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None  # pyright: ignore[reportUnknownVariableType]
 

@@ -169,9 +169,8 @@ def _commands(file: BufferedReader, path: Path) -> Iterator[Command]:
 
 def _number(sign: bytes, line: bytes, path: Path) -> int:
     """The number in the line; 0 if that is cut. Raises UsageError if it is no line of `sign`."""
-    if line[:1] == sign or not line:
-        if (number := _count(line)) is not None:
-            return number
+    if (line[:1] == sign or not line) and (number := _count(line)) is not None:
+        return number
     raise UsageError(f"{path} is not an append-only file of a server: {line[:20]!r}", HINT)
 
 

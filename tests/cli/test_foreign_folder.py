@@ -38,6 +38,18 @@ LOOKS = (
     ("replay", "--live"),
     ("log", "status"),
 )
+ACTS = (
+    ("up", "--agents", "1"),
+    ("up", "-d"),
+    ("down",),
+    ("control-plane",),
+    ("agent", "--node", "n1"),
+    ("token", "list"),
+    ("log", "restore"),
+    ("log", "prune", "--keep", "1"),
+    ("freeze",),
+    ("doctor",),
+)
 
 
 def look(folder: Path, words: tuple[str, ...], tmp_path: Path) -> Any:
@@ -133,6 +145,48 @@ def test_the_folder_of_another_user_is_refused(cluster_folder: Path, tmp_path: P
                 else f"{folder} belongs to user {NOBODY}, not to 0"
             ) in refused.stderr
             assert "let the owner export" in refused.stderr or "let its owner" in refused.stderr
+    for words in ACTS:
+        refused = look(tmp_path / "state0", words, tmp_path)
+        assert (refused.returncode, refused.stdout) == (2, ""), (words, refused)
+        assert "belongs to user 65534, not to 0" in refused.stderr, words
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_a_folder_that_others_may_write_in_is_refused(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state").chmod(mode)
+    for words in (*LOOKS, *ACTS):
+        refused = look(tmp_path / "state", words, tmp_path)
+        assert (refused.returncode, refused.stdout) == (2, ""), (words, refused)
+        line, hint = refused.stderr.strip().splitlines()
+        assert f"has mode 0{mode:o}: others may write in it" in line
+        assert "chmod go-w" in hint
+    assert list((tmp_path / "state").iterdir()) == []
+
+
+def test_files_of_a_folder_that_have_no_end_are_not_read(
+    cluster_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "state"
+    copy(cluster_folder, folder)
+    for name in ("control_plane.json", "cluster.json", "log.json", "pids/agent-n1.json"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to("/dev/zero")
+    (folder / "up.lock").unlink(missing_ok=True)
+    os.mkfifo(folder / "up.lock")
+    shown = look(folder, ("status", "-o", "json"), tmp_path)
+    assert json.loads(shown.stdout)["cluster"]["seq"] > 0, shown
+
+
+def test_segments_elsewhere_are_read_only_if_named(cluster_folder: Path, tmp_path: Path) -> None:
+    folder, mine = tmp_path / "state", tmp_path / "mine"
+    copy(cluster_folder, folder)
+    mine.mkdir()
+    (folder / "log.json").write_text(json.dumps({"cluster": "default", "segments": str(mine)}))
+    for words in (*LOOKS, ("log", "prune", "--keep", "1")):
+        refused = look(folder, words, tmp_path)
+        assert (refused.returncode, refused.stdout) == (2, ""), (words, refused)
+        assert f"says that the log is at {mine}, which is read only if you name" in refused.stderr
 
 
 def test_a_url_that_a_folder_names_is_not_asked(cluster_folder: Path, tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def test_a_server_knows_no_command_that_loads(
     (path,) = (directory / "appendonlydir").glob("*.incr.aof")
     path.write_bytes(b"*3\r\n$6\r\nMODULE\r\n$4\r\nLOAD\r\n$6\r\n./x.so\r\n")
     monkeypatch.setattr(append_only_file, "check", lambda _: "")
-    with pytest.raises(ServerError, match="(?i)unknown command 'MODULE'"):
+    with pytest.raises(ServerError, match=r"(?i)unknown command 'MODULE'"):
         embedded_server.start(directory)
 
 
