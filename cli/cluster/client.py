@@ -24,7 +24,8 @@ from ...events import network_address, tls, unix_socket
 from ...events.errors import Leased, UnicronError, UsageError
 from ...events.log import embedded_server
 from ...events.private_files import read_private
-from . import processes
+from . import answers, processes
+from .answers import Interrupted, NotAControlPlane
 from .state_dir import StateDir, default, opened, read_json
 
 if TYPE_CHECKING:
@@ -58,12 +59,6 @@ class Unable(UnicronError):
     """The control plane cannot answer for now (5xx). `passes`: until another one leads."""
 
     passes = False
-
-
-class Interrupted(UnicronError):
-    """The response ended early."""
-
-    exit_code = 3
 
 
 class Client:
@@ -113,7 +108,7 @@ class Client:
     def get(self, path: str, limit_s: float = REPLY_S_MAX, **query: object) -> Any:
         """The JSON response of a GET."""
         with self._open("GET", path, query=query, limit_s=limit_s) as answer:
-            return _json(answer)
+            return answers.read(answer, self.url, "GET", path)
 
     # --- reads; `at`: a past moment, a seq or a time, "": now ---
     def state(self, at: str = "", *, explain: bool = False) -> View:
@@ -195,7 +190,7 @@ class Client:
                 with self._open(
                     "POST", path, body=body, headers=headers, limit_s=limit_s
                 ) as answer:
-                    return _json(answer)
+                    return answers.read(answer, self.url, "POST", path)
             except (Interrupted, Unreachable):
                 if last:
                     raise
@@ -208,8 +203,8 @@ class Client:
         with self._open(
             "GET", "/v1/log", query=query, limit_s=None if follow else REPLY_S_MAX
         ) as answer:
-            for line in _lines(answer):
-                if "seq" not in (record := json.loads(line)):
+            for line in _lines(answer, self.url):
+                if "seq" not in (record := answers.read_record(line, self.url)):
                     raise _refused(record, self._hint)
                 yield record
 
@@ -244,7 +239,9 @@ class Client:
         found = None if self.others else self
         for one in (self, *self.others) if self.others else ():
             with suppress(Interrupted, Refused, Unable, Unreachable):
-                if _json(one._open_here("GET", "/v1/health", limit_s=PROBE_S_MAX))["ok"]:
+                answer = one._open_here("GET", "/v1/health", limit_s=PROBE_S_MAX)
+                health = answers.read(answer, one.url, "GET", "/v1/health")
+                if isinstance(health, dict) and health.get("ok"):  # pyright: ignore[reportUnknownMemberType]
                     return one
                 found = found or one
         return found
@@ -291,9 +288,9 @@ class Client:
                     f"{self.url}: what answers there speaks TLS",
                     f"--url https://{self.url.rpartition('//')[2]}",
                 ) from None
-            away = self._away()
+            away, why = self._away(), answers.reason(error)
             raise Unreachable(
-                f"{away}{': ' * bool(away)}no control plane answers at {self.url} ({_why(error)})",
+                f"{away}{': ' * bool(away)}no control plane answers at {self.url} ({why})",
                 self._hint,
             ) from None
         if answer.status == 307:
@@ -400,35 +397,27 @@ def authority(host: str, port: int, state: StateDir, ca: str = "") -> str:
         return tls.authority(wanted, host, port) if wanted else ""
     except OSError as error:
         where = network_address.endpoint(host, port)
-        raise Unreachable(f"nothing answers at {where} ({_why(error)})", "check it") from None
+        raise Unreachable(
+            f"nothing answers at {where} ({answers.reason(error)})", "check it"
+        ) from None
 
 
-def _why(error: Exception) -> str:
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return (text or type(error).__name__).lower()
-
-
-def _lines(answer: http.client.HTTPResponse) -> Iterator[bytes]:
+def _lines(answer: http.client.HTTPResponse, url: str) -> Iterator[bytes]:
     """Not by readline(), which takes a broken stream for its end."""
     left = b""
     try:
         while part := answer.read1():
             *lines, left = (left + part).split(b"\n")
             yield from filter(None, lines)
+            if len(left) > answers.LINE_BYTES_MAX:
+                raise NotAControlPlane(url, f"a line has more than {answers.LINE_BYTES_MAX} bytes")
     except (OSError, http.client.HTTPException) as error:
-        raise Interrupted(f"the control plane's response was interrupted ({_why(error)})") from None
-
-
-def _json(answer: http.client.HTTPResponse) -> Any:
-    try:
-        return json.loads(answer.read())
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise Interrupted(f"the control plane's response was interrupted ({_why(error)})") from None
+        raise answers.interrupted(error) from None
 
 
 def _problem(answer: http.client.HTTPResponse) -> dict[str, Any]:
     """The problem details of an answer; made up if it is not one of a control plane."""
-    with suppress(OSError, http.client.HTTPException, ValueError):
+    with suppress(OSError, http.client.HTTPException, ValueError, RecursionError):
         found: Any = json.loads(answer.read(1 << 20))
         if isinstance(found, dict) and "detail" in found:
             return {"hint": "", **found, "status": answer.status}
