@@ -51,7 +51,7 @@ _answers: deque[_Answer] = deque(maxlen=KEPT_NUM)
 
 def read(response: HTTPResponse, url: str, method: str, path: str) -> Any:
     """The plain data of a response. Raises Interrupted, NotAControlPlane."""
-    is_delimited = response.length is not None or response.chunked  # type: ignore[attr-defined]
+    is_delimited = response.length is not None or response.chunked
     data = bytearray()
     try:
         while piece := response.read(PIECE_BYTES):

@@ -176,7 +176,16 @@ class OfflineClient(Client):
 
     def get(self, path: str, limit_s: float = REPLY_S_MAX, **query: object) -> Any:
         """See Client.get: the state, the plan, either also of the past, the history, or the
-        cluster's name."""
+        cluster's name. Raises UsageError for records that no leader wrote."""
+        with _usage_errors(self._folder.where):
+            try:
+                return self._get(path, query)
+            except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
+                raise UsageError(
+                    f"{self._folder.where}: the log cannot be folded: {error}", "unicron log verify"
+                ) from None
+
+    def _get(self, path: str, query: Mapping[str, object]) -> Any:
         from ...control_plane.api import dry_run, moments
         from ...control_plane.api.view import view
         from ...control_plane.state.cluster import encode_state, state_text
