@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 PAGE_RECORDS_NUM = 5_000
 SEGMENTS = "UNICRON_SEGMENTS"
 """Where the sealed log is, for commands that read it when nothing answers."""
+UNFOLDABLE = (ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
+"""What records that no leader wrote make of a fold."""
 SAME_NUM_MAX = 3
 """After so many answers in a row that read no further, a command gives up."""
 
@@ -180,7 +182,7 @@ class OfflineClient(Client):
         with _usage_errors(self._folder.where):
             try:
                 return self._get(path, query)
-            except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
+            except UNFOLDABLE as error:
                 raise UsageError(
                     f"{self._folder.where}: the log cannot be folded: {error}", "unicron log verify"
                 ) from None

@@ -142,7 +142,9 @@ class Folder:
                 records.append(codec.decode_record(body[at - length : at]))
         except (struct.error, msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise CorruptLog(segment.first + len(records), f"{segment.name}: {error}") from None
-        if [one.seq for one in records] != list(range(segment.first, segment.last + 1)):
+        if len(records) != segment.last - segment.first + 1 or any(
+            one.seq != seq for seq, one in enumerate(records, segment.first)
+        ):
             raise CorruptLog(segment.first, f"{segment.name} has other records than its name says")
         return records
 

@@ -241,6 +241,13 @@ def test_the_last_record_of_a_segment_is_whole(tmp_path: Path) -> None:
         folder.read(laid(folder, tmp_path / "log", body, 1, 1))
 
 
+def test_a_name_of_more_records_than_there_are_takes_no_memory(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "log", "c")
+    segment = laid(folder, tmp_path / "log", zlib.compress(b""), 1, 10**15)
+    with pytest.raises(CorruptLog, match="other records than its name says"):
+        folder.read(segment)
+
+
 def test_a_segment_too_large_to_be_read_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
