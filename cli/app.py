@@ -1204,10 +1204,10 @@ def run_command(arguments: Sequence[str]) -> int:
     except Exception:
         from .cluster import answers
 
-        if (refusal := answers.refusal()) is None:
-            raise  # a fault of Unicron
-        console.error(str(refusal), refusal.hint)
-        return refusal.exit_code
+        if (refusal := answers.refusal()) is not None:
+            console.error(str(refusal), refusal.hint)
+            return refusal.exit_code
+        raise  # a fault of Unicron
     return code if isinstance(code, int) else EXIT_DONE
 
 

@@ -109,12 +109,12 @@ class Store:
         with as_os_errors():
             self.fs.invalidate_cache()
             try:
-                found = bytes(self.fs.cat_file(self._at(name)))
+                data = bytes(self.fs.cat_file(self._at(name)))
             except FileNotFoundError:
                 return None
-        if len(found) > bytes_max:
+        if len(data) > bytes_max:
             raise OSError(errno.EFBIG, f"larger than {bytes_max} bytes", name)
-        return found
+        return data
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small object, in one request."""

@@ -21,13 +21,13 @@ def open_regular(path: Path, *, follow: bool = True, uid: int | None = None) -> 
         if error.errno == errno.ELOOP:
             raise OSError(errno.EINVAL, "a symbolic link", str(path)) from None
         raise
-    found = os.fstat(descriptor)
-    if stat.S_ISREG(found.st_mode) and uid in (None, found.st_uid):
+    opened = os.fstat(descriptor)
+    if stat.S_ISREG(opened.st_mode) and uid in (None, opened.st_uid):
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
-    if stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EPERM, f"belongs to user {found.st_uid}", str(path))
-    if stat.S_ISDIR(found.st_mode):
+    if stat.S_ISREG(opened.st_mode):
+        raise OSError(errno.EPERM, f"belongs to user {opened.st_uid}", str(path))
+    if stat.S_ISDIR(opened.st_mode):
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     raise OSError(errno.EINVAL, "not a regular file", str(path))
 

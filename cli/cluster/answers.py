@@ -42,7 +42,7 @@ class _Answer(NamedTuple):
     url: str
     method: str
     path: str
-    found: Any
+    plain: Any
 
 
 _answers: deque[_Answer] = deque(maxlen=KEPT_NUM)
@@ -63,25 +63,25 @@ def read(response: HTTPResponse, url: str, method: str, path: str) -> Any:
     if response.length:  # read by pieces, http.client takes a broken response for its end
         raise interrupted(HTTPException(f"{response.length} bytes are missing"))
     try:
-        found = _decoded(data)
+        plain = _decoded(data)
     except (ValueError, RecursionError) as error:
         if not is_delimited:
             raise interrupted(error) from None
         raise NotAControlPlane(url, f"{method} {path}: {error}") from None
-    _answers.append(_Answer(url, method, path, found))
-    return found
+    _answers.append(_Answer(url, method, path, plain))
+    return plain
 
 
 def read_record(line: bytes, url: str) -> dict[str, Any]:
     """A line of the log, or the problem that ends it. Raises NotAControlPlane."""
     try:
-        found = _decoded(line)
+        plain = _decoded(line)
     except (ValueError, RecursionError) as error:
         raise NotAControlPlane(url, f"GET /v1/log: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(plain, dict):
         raise NotAControlPlane(url, "GET /v1/log: a line is not a record")
-    _answers.append(_Answer(url, "GET", "/v1/log", found))
-    return found  # pyright: ignore[reportUnknownVariableType]
+    _answers.append(_Answer(url, "GET", "/v1/log", plain))
+    return plain  # pyright: ignore[reportUnknownVariableType]
 
 
 def refusal() -> NotAControlPlane | None:
@@ -92,15 +92,15 @@ def refusal() -> NotAControlPlane | None:
     from ...events.errors import CorruptLog
     from ...events.records.codec import from_plain
 
-    for url, method, path, found in reversed(_answers):
+    for url, method, path, plain in reversed(_answers):
         try:
             if path == "/v1/log":
-                from_plain(found)
+                from_plain(plain)
                 continue
-            for one in ROUTES:
-                form = re.sub(r"{\w+}", "[^/]+", one.path)
-                if one.method == method and re.fullmatch(form, path.partition("?")[0]):
-                    msgspec.json.decode(json.dumps(found), type=one.answer)
+            for route in ROUTES:
+                form = re.sub(r"{\w+}", "[^/]+", route.path)
+                if route.method == method and re.fullmatch(form, path.partition("?")[0]):
+                    msgspec.json.decode(json.dumps(plain), type=route.answer)
                     break
         except (CorruptLog, msgspec.MsgspecError, ValueError, RecursionError) as error:
             return NotAControlPlane(url, f"{method} {path}: {error}")

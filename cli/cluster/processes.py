@@ -24,7 +24,7 @@ POLL_S = 0.02
 KILLED_S_MAX = 10.0
 LAST_WORDS_CHARS_MAX = 300
 LAST_OUTPUT_BYTES_MAX = 64 << 10
-PID_MAX = 1 << 31
+PIDS_NUM_MAX = 1 << 31
 LOG_BYTES_MAX = 64 << 20
 WORD = re.compile(r"[^\W_]")
 
@@ -50,7 +50,7 @@ def find(state: StateDir, name: str) -> Process | None:
     if data is None:
         return None
     pid, started = data.get("pid"), data.get("started")
-    if isinstance(pid, int) and 1 < pid < PID_MAX and isinstance(started, str):
+    if isinstance(pid, int) and 1 < pid < PIDS_NUM_MAX and isinstance(started, str):
         process = Process(name=name, pid=pid, started=started)
         if alive(process):
             return process

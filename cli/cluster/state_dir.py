@@ -36,19 +36,19 @@ def opened(path: Path) -> StateDir:
     another user, or if others may write in it: they would choose what is read and started."""
     state = StateDir(path)
     try:
-        found = state.path.stat()
+        status = state.path.stat()
     except OSError:
         return state  # there is nothing to read; who writes there, sees why not
-    if found.st_uid != os.geteuid():
+    if status.st_uid != os.geteuid():
         raise UsageError(
-            f"{state.path} belongs to user {found.st_uid}, not to {os.geteuid()}: "
+            f"{state.path} belongs to user {status.st_uid}, not to {os.geteuid()}: "
             "who owns it chooses what is read",
             "name a folder of yours with --state; to look at that one, "
             "let the owner export the log: unicron export FILE",
         )
-    if found.st_mode & 0o022:
+    if status.st_mode & 0o022:
         raise UsageError(
-            f"{state.path} has mode {stat.S_IMODE(found.st_mode):04o}: others may write in it, "
+            f"{state.path} has mode {stat.S_IMODE(status.st_mode):04o}: others may write in it, "
             "and so choose what is read",
             f"chmod go-w {shlex.quote(shown(state.path))}, if nobody else has written there",
         )

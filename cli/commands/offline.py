@@ -203,8 +203,8 @@ class OfflineClient(Client):
             return {"after": after, "state": state_text(self._state_at(after))}
         if path == "/v1/history":
             return self._history({key: str(value) for key, value in query.items()})
-        if (found := self._of_the_past(path, query)) is not None:
-            return found
+        if (past := self._of_the_past(path, query)) is not None:
+            return past
         moment = str(query.get("at") or self.last)
         state = self._state_at(
             asyncio.run(moments.seq_at(moment, self._sealed.first, self.last, read))

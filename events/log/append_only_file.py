@@ -110,11 +110,11 @@ def _files(server: Path) -> list[Path]:
         return [server / ONE_FILE] * (server / ONE_FILE).exists()
     with _open(folder / MANIFEST) as file:
         lines = file.read(MANIFEST_BYTES_MAX).decode(errors="replace").splitlines()
-    found = [_FILE.fullmatch(line) for line in lines]
-    if None in found:
+    named = [_FILE.fullmatch(line) for line in lines]
+    if None in named:
         raise UsageError(f"{folder / MANIFEST} is not a manifest of a server", HINT)
     # history: the server is about to remove it
-    return [folder / one[1] for one in found if one is not None and one[2] != "h"]
+    return [folder / file[1] for file in named if file is not None and file[2] != "h"]
 
 
 def _open(path: Path) -> BufferedReader:
@@ -176,8 +176,8 @@ def _number(sign: bytes, line: bytes, path: Path) -> int:
 
 @lru_cache(1 << 12)  # the same few lines a million times
 def _count(line: bytes) -> int | None:
-    if (found := _LINE.fullmatch(line)) is not None:
-        return int(found[1])
+    if (number := _LINE.fullmatch(line)) is not None:
+        return int(number[1])
     return 0 if len(line) < LINE_BYTES_MAX and not line.endswith(b"\n") else None
 
 
