@@ -1224,6 +1224,13 @@ def run_command(arguments: Sequence[str]) -> int:
             f"{place}{(error.strerror or str(error)).lower()}", "check the path and its rights"
         )
         return EXIT_USAGE if error.filename else EXIT_FAILED
+    except Exception:
+        from .cluster import answers
+
+        if (refusal := answers.refusal()) is not None:
+            console.error(str(refusal), refusal.hint)
+            return refusal.exit_code
+        raise  # a fault of Unicron
     return code if isinstance(code, int) else EXIT_DONE
 
 

@@ -31,6 +31,7 @@ from msgspec.structs import replace
 from .decoding import from_json
 from .errors import UnicronError
 from .process_identity import boot_id, start_time
+from .regular_files import open_regular
 
 LEASE_S = 30.0
 """How long a holder on another machine may not renew its file before it counts as gone."""
@@ -40,6 +41,7 @@ POLL_COUNTS_S_MAX = 1.0
 """At most this much of one wait counts as time without a renewal: where the file system hangs, the
 holder cannot renew."""
 FREE = ".free"
+OWNER_BYTES_MAX = 1 << 12
 NO_FLOCK = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK})
 NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK})
 
@@ -173,7 +175,7 @@ class FileLock:
 def is_held(path: Path) -> bool:
     """Whether some process holds the lock at `path`."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path, follow=False) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -350,8 +352,8 @@ class _Watch:
 def _read(file: Path) -> tuple[Owner | None, float]:
     """Who holds the lock by this file (None: it is cut), and when that was last renewed. The file
     is opened for its time: NFS compares its cache with the server then."""
-    with file.open("rb") as opened:
-        data, renewed_s = opened.read(), os.fstat(opened.fileno()).st_mtime
+    with open_regular(file, follow=False) as opened:
+        data, renewed_s = opened.read(OWNER_BYTES_MAX), os.fstat(opened.fileno()).st_mtime
     try:
         return from_json(data, Owner), renewed_s
     except msgspec.MsgspecError:

@@ -16,9 +16,13 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from .errors import UsageError
+from .regular_files import open_regular, read_regular
 
 COMPLETE_MARK = ".metadata"
 """torch writes this file last: a checkpoint folder that has it is complete."""
+
+READ_BYTES_MAX = 1 << 30
+"""Of a file that is read as a whole."""
 
 
 class Unreachable(OSError):
@@ -99,14 +103,18 @@ class Store:
             self.fs, root = cast(Any, core).url_to_fs(url)
         self.root: str = root.rstrip("/")
 
-    def read(self, name: str) -> bytes | None:
-        """The bytes of an object; None if there is none."""
+    def read(self, name: str, bytes_max: int = READ_BYTES_MAX) -> bytes | None:
+        """The bytes of an object; None if there is none. It is fetched as a whole: not every store
+        serves a part."""
         with as_os_errors():
             self.fs.invalidate_cache()
             try:
-                return bytes(self.fs.cat_file(self._at(name)))
+                data = bytes(self.fs.cat_file(self._at(name)))
             except FileNotFoundError:
                 return None
+        if len(data) > bytes_max:
+            raise OSError(errno.EFBIG, f"larger than {bytes_max} bytes", name)
+        return data
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small object, in one request."""
@@ -194,9 +202,9 @@ class PathStore:
     def __init__(self, path: str | Path, mode: int = 0o777) -> None:
         self._path, self._mode = Path(path), mode
 
-    def read(self, name: str) -> bytes | None:
+    def read(self, name: str, bytes_max: int = READ_BYTES_MAX) -> bytes | None:
         with suppress(FileNotFoundError):
-            return (self._path / name).read_bytes()
+            return read_regular(self._path / name, bytes_max)
         return None
 
     def write(self, name: str, data: bytes) -> None:
@@ -225,7 +233,7 @@ class PathStore:
             os.fsync(file.fileno())
 
     def opened(self, name: str) -> IO[bytes]:
-        return (self._path / name).open("rb")
+        return open_regular(self._path / name)
 
     def size(self, name: str) -> int | None:
         with suppress(FileNotFoundError):

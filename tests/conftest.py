@@ -20,7 +20,7 @@ import structlog
 import tiers
 from hypothesis import Phase, is_hypothesis_test, settings
 from memory_log import MemoryLog
-from unicron.events.log import embedded_server
+from unicron.events.log import append_only_file, embedded_server
 from unicron.events.log.identity import SECRET_BYTES, Identities
 from unicron.events.log.redis_streams import RedisLog
 from unicron.events.log.segments import Folder
@@ -164,6 +164,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[embedded_server
     running = embedded_server.start(directory)
     yield running
     running.stop(grace_s=1.0)
+    assert append_only_file.check(directory) == "", "what Unicron writes, is known there"
 
 
 @pytest.fixture

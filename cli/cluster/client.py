@@ -25,8 +25,9 @@ from ...events.decoding import from_json
 from ...events.errors import Leased, UnicronError, UsageError
 from ...events.log import embedded_server
 from ...events.private_files import read_private
-from . import processes
-from .state_dir import StateDir, default, read_json
+from . import answers, processes
+from .answers import Interrupted, NotAControlPlane
+from .state_dir import StateDir, default, opened, read_json
 
 if TYPE_CHECKING:
     from ...control_plane.api.messages import NodeView, TaskView, View
@@ -59,12 +60,6 @@ class Unable(UnicronError):
     """The control plane cannot answer for now (5xx). `passes`: until another one leads."""
 
     passes = False
-
-
-class Interrupted(UnicronError):
-    """The response ended early."""
-
-    exit_code = 3
 
 
 class Client:
@@ -114,7 +109,7 @@ class Client:
     def get(self, path: str, limit_s: float = REPLY_S_MAX, **query: object) -> Any:
         """The JSON response of a GET."""
         with self._open("GET", path, query=query, limit_s=limit_s) as answer:
-            return _json(answer)
+            return answers.read(answer, self.url, "GET", path)
 
     # --- reads; `at`: a past moment, a seq or a time, "": now ---
     def state(self, at: str = "", *, explain: bool = False) -> View:
@@ -196,7 +191,7 @@ class Client:
                 with self._open(
                     "POST", path, body=body, headers=headers, limit_s=limit_s
                 ) as answer:
-                    return _json(answer)
+                    return answers.read(answer, self.url, "POST", path)
             except (Interrupted, Unreachable):
                 if last:
                     raise
@@ -209,8 +204,8 @@ class Client:
         with self._open(
             "GET", "/v1/log", query=query, limit_s=None if follow else REPLY_S_MAX
         ) as answer:
-            for line in _lines(answer):
-                if "seq" not in (record := _decoded(line)):
+            for line in _lines(answer, self.url):
+                if "seq" not in (record := answers.read_record(line, self.url)):
                     raise _refused(record, self._hint)
                 yield record
 
@@ -245,7 +240,9 @@ class Client:
         found = None if self.others else self
         for one in (self, *self.others) if self.others else ():
             with suppress(Interrupted, Refused, Unable, Unreachable):
-                if _json(one._open_here("GET", "/v1/health", limit_s=PROBE_S_MAX))["ok"]:
+                answer = one._open_here("GET", "/v1/health", limit_s=PROBE_S_MAX)
+                health = answers.read(answer, one.url, "GET", "/v1/health")
+                if isinstance(health, dict) and health.get("ok"):  # pyright: ignore[reportUnknownMemberType]
                     return one
                 found = found or one
         return found
@@ -292,9 +289,9 @@ class Client:
                     f"{self.url}: what answers there speaks TLS",
                     f"--url https://{self.url.rpartition('//')[2]}",
                 ) from None
-            away = self._away()
+            away, why = self._away(), answers.reason(error)
             raise Unreachable(
-                f"{away}{': ' * bool(away)}no control plane answers at {self.url} ({_why(error)})",
+                f"{away}{': ' * bool(away)}no control plane answers at {self.url} ({why})",
                 self._hint,
             ) from None
         if answer.status == 307:
@@ -336,7 +333,7 @@ def connect(state: StateDir | None = None, urls: Urls = None) -> Client:
 
     The token is $UNICRON_TOKEN, else that of the state folder.
     """
-    state = state or StateDir(default())
+    state = state or opened(default())
     files = running_here(state)
     given = urls or [url for url in os.environ.get("UNICRON_URL", "").split(",") if url]
     host, ca = platform.node(), ""
@@ -401,37 +398,22 @@ def authority(host: str, port: int, state: StateDir, ca: str = "") -> str:
         return tls.authority(wanted, host, port) if wanted else ""
     except OSError as error:
         where = network_address.endpoint(host, port)
-        raise Unreachable(f"nothing answers at {where} ({_why(error)})", "check it") from None
+        raise Unreachable(
+            f"nothing answers at {where} ({answers.reason(error)})", "check it"
+        ) from None
 
 
-def _why(error: Exception) -> str:
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return (text or type(error).__name__).lower()
-
-
-def _lines(answer: http.client.HTTPResponse) -> Iterator[bytes]:
+def _lines(answer: http.client.HTTPResponse, url: str) -> Iterator[bytes]:
     """Not by readline(), which takes a broken stream for its end."""
     left = b""
     try:
         while part := answer.read1():
             *lines, left = (left + part).split(b"\n")
             yield from filter(None, lines)
+            if len(left) > answers.LINE_BYTES_MAX:
+                raise NotAControlPlane(url, f"a line has more than {answers.LINE_BYTES_MAX} bytes")
     except (OSError, http.client.HTTPException) as error:
-        raise Interrupted(f"the control plane's response was interrupted ({_why(error)})") from None
-
-
-def _json(answer: http.client.HTTPResponse) -> Any:
-    try:
-        return _decoded(answer.read())
-    except (OSError, http.client.HTTPException) as error:
-        raise Interrupted(f"the control plane's response was interrupted ({_why(error)})") from None
-
-
-def _decoded(data: bytes) -> Any:
-    try:
-        return from_json(data)
-    except ValueError as error:
-        raise Interrupted(f"the control plane's response was interrupted ({_why(error)})") from None
+        raise answers.interrupted(error) from None
 
 
 def _problem(answer: http.client.HTTPResponse) -> dict[str, Any]:

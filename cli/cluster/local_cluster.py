@@ -26,7 +26,8 @@ from ...events.secret_environment import REDIS_URL
 from ...events.spec.policy import Policy
 from ...events.timing import AGENT_STOP_S_MAX
 from . import processes
-from .client import Client, Interrupted, Refused, Unable, Unreachable, authority, connect
+from .answers import Interrupted
+from .client import Client, Refused, Unable, Unreachable, authority, connect
 from .processes import Process
 from .state_dir import StateDir, read_json, write_json
 

@@ -17,11 +17,14 @@ from msgspec import Struct
 
 from ...events.log.embedded_server import start_time
 from ...events.process_io import defer_signals
+from ...events.regular_files import open_regular
 from .state_dir import StateDir, read_json, write_json
 
 POLL_S = 0.02
 KILLED_S_MAX = 10.0
 LAST_WORDS_CHARS_MAX = 300
+LAST_OUTPUT_BYTES_MAX = 64 << 10
+PIDS_NUM_MAX = 1 << 31
 LOG_BYTES_MAX = 64 << 20
 WORD = re.compile(r"[^\W_]")
 
@@ -46,9 +49,11 @@ def find(state: StateDir, name: str) -> Process | None:
     data = read_json(path)
     if data is None:
         return None
-    process = Process(name=name, pid=int(data.get("pid", 0)), started=str(data.get("started", "")))
-    if process.pid > 1 and process.is_alive:
-        return process
+    pid, started = data.get("pid"), data.get("started")
+    if isinstance(pid, int) and 1 < pid < PIDS_NUM_MAX and isinstance(started, str):
+        process = Process(name=name, pid=pid, started=started)
+        if process.is_alive:
+            return process
     path.unlink(missing_ok=True)
     return None
 
@@ -132,7 +137,9 @@ def wait_gone(process: Process, limit_s: float) -> bool:
 def last_output(state: StateDir, name: str) -> str:
     """The last line of a process's output; an `error:` line among the last two is preferred."""
     try:
-        text = (state.logs / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+        with open_regular(state.logs / f"{name}.log") as file:
+            file.seek(max(os.fstat(file.fileno()).st_size - LAST_OUTPUT_BYTES_MAX, 0))
+            text = file.read(LAST_OUTPUT_BYTES_MAX).decode(errors="replace")
     except OSError:
         return ""
     # The traceback of an exception group has a prefix on each line and a border at its end.

@@ -1,8 +1,11 @@
-"""The state folder of a cluster on this machine: its paths and its lock."""
+"""The state folder of a cluster on this machine: whose it is, its paths and its lock."""
+
+from __future__ import annotations
 
 import json
 import os
 import shlex
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,9 @@ from ...events.decoding import from_json
 from ...events.errors import UsageError
 from ...events.file_lock import FileLock, Held
 from ...events.private_files import write_private
+from ...events.regular_files import read_regular
+
+FILE_BYTES_MAX = 1 << 20
 
 
 def default() -> Path:
@@ -24,6 +30,30 @@ def default() -> Path:
 def shown(path: Path) -> str:
     """The path as a user would type it: relative if it is below the working directory."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def opened(path: Path) -> StateDir:
+    """The state folder at this path, which need not exist yet. Raises UsageError if it belongs to
+    another user, or if others may write in it: they would choose what is read and started."""
+    state = StateDir(path)
+    try:
+        status = state.path.stat()
+    except OSError:
+        return state  # there is nothing to read; who writes there, sees why not
+    if status.st_uid != os.geteuid():
+        raise UsageError(
+            f"{state.path} belongs to user {status.st_uid}, not to {os.geteuid()}: "
+            "who owns it chooses what is read",
+            "name a folder of yours with --state; to look at that one, "
+            "let the owner export the log: unicron export FILE",
+        )
+    if status.st_mode & 0o022:
+        raise UsageError(
+            f"{state.path} has mode {stat.S_IMODE(status.st_mode):04o}: others may write in it, "
+            "and so choose what is read",
+            f"chmod go-w {shlex.quote(shown(state.path))}, if nobody else has written there",
+        )
+    return state
 
 
 class StateDir:
@@ -68,7 +98,8 @@ class StateDir:
         try:
             lock.acquire()
         except Held as held:
-            holder = lock.path.read_text(encoding="utf-8").strip() or "another process"
+            said = read_regular(lock.path, FILE_BYTES_MAX).decode(errors="replace")
+            holder = said.strip() or "another process"
             far = f" ({held.holder})" if held.holder else ""
             raise UsageError(
                 f"{self.path} is locked by {holder}{far}",
@@ -81,9 +112,9 @@ class StateDir:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in the file; None if it is missing or not valid."""
+    """The JSON object in the file; None if it is missing or not valid, or no file of this user."""
     try:
-        data: Any = from_json(path.read_bytes())
+        data: Any = from_json(read_regular(path, FILE_BYTES_MAX, follow=False, uid=os.geteuid()))
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) else None  # pyright: ignore[reportUnknownVariableType]

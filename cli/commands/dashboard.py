@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...events.errors import UsageError
 from ..cluster.client import Urls, connect
-from ..cluster.state_dir import StateDir
+from ..cluster.state_dir import StateDir, opened
 from ..terminal import console
 
 PART_RECORDS, SAY_S = 2_000, 5.0
@@ -31,7 +31,7 @@ def view(path: Path, *, port: int, print_only: bool) -> None:
     from .replay import foldable, open_log
 
     if path.is_dir():
-        client = offline.OfflineClient.open(StateDir(path))
+        client = offline.OfflineClient.open(opened(path))
         if not client.last:
             raise UsageError(f"{path} has no log", "name a state folder, or an exported file")
         log, cluster = offline.log_of(client), str(client.get("/v1/health")["cluster"])

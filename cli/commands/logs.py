@@ -11,7 +11,8 @@ from pathlib import Path
 from msgspec import Struct, field
 
 from ...events.errors import UsageError
-from ..cluster.client import Client, Interrupted, Refused, Unable, Unreachable, Urls
+from ..cluster.answers import Interrupted
+from ..cluster.client import Client, Refused, Unable, Unreachable, Urls
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain, ranks

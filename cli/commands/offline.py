@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 PAGE_RECORDS_NUM = 5_000
 SEGMENTS = "UNICRON_SEGMENTS"
 """Where the sealed log is, for commands that read it when nothing answers."""
+UNFOLDABLE = (ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
+"""What records that no leader wrote make of a fold."""
 SAME_NUM_MAX = 3
 """After so many answers in a row that read no further, a command gives up."""
 
@@ -176,7 +178,16 @@ class OfflineClient(Client):
 
     def get(self, path: str, limit_s: float = REPLY_S_MAX, **query: object) -> Any:
         """See Client.get: the state, the plan, either also of the past, the history, or the
-        cluster's name."""
+        cluster's name. Raises UsageError for records that no leader wrote."""
+        with _usage_errors(self._folder.where):
+            try:
+                return self._get(path, query)
+            except UNFOLDABLE as error:
+                raise UsageError(
+                    f"{self._folder.where}: the log cannot be folded: {error}", "unicron log verify"
+                ) from None
+
+    def _get(self, path: str, query: Mapping[str, object]) -> Any:
         from ...control_plane.api import dry_run, moments
         from ...control_plane.api.view import view
         from ...control_plane.state.cluster import encode_state, state_text
@@ -192,8 +203,8 @@ class OfflineClient(Client):
             return {"after": after, "state": state_text(self._state_at(after))}
         if path == "/v1/history":
             return self._history({key: str(value) for key, value in query.items()})
-        if (found := self._of_the_past(path, query)) is not None:
-            return found
+        if (past := self._of_the_past(path, query)) is not None:
+            return past
         moment = str(query.get("at") or self.last)
         state = self._state_at(
             asyncio.run(moments.seq_at(moment, self._sealed.first, self.last, read))
@@ -293,34 +304,19 @@ def _usage_errors(where: str) -> Generator[None]:
 
 
 def folder_of(state: StateDir, where: str = "") -> Folder:
-    """The folder `where` with the sealed log of a state folder's cluster; "": that of the control
-    plane that ran last, else `log` in the state folder. Raises UsageError if the state folder is of
-    another user, or leads to another's files or to a URL: its sender would choose what is read."""
-    _check_owner(state.path)
+    """The folder `where` with the sealed log of a state folder's cluster; "": `log` in the state
+    folder. Raises UsageError if the control plane that ran last kept the log elsewhere: a state
+    folder may come from somebody else, who would choose what is read, or asked."""
     last = read_json(state.log) or {}
     cluster = [*running_here(state), read_json(state.cluster) or last][0].get("cluster", "default")
     where = where or os.environ.get(SEGMENTS, "")
-    if not where and (where := str(last.get("segments") or "")):
-        if is_url(where):
-            raise UsageError(
-                f"{state.log} says that the log is at {where}, which is read only if you name it",
-                f"if that is yours: export {SEGMENTS}={quote(where)}",
-            )
-        _check_owner(Path(where))
-    return Folder(where or state.path / "log", str(cluster))
-
-
-def _check_owner(path: Path) -> None:
-    try:
-        owner = path.stat().st_uid
-    except OSError:
-        return  # there is nothing to read
-    if owner != os.geteuid():
+    other = str(last.get("segments") or "")
+    if not where and other and (is_url(other) or Path(other) != state.path / "log"):
         raise UsageError(
-            f"{path} belongs to user {owner}, not to {os.geteuid()}: who owns it "
-            "chooses what is read",
-            "look as that user, or let the owner export the log: unicron export FILE",
+            f"{state.log} says that the log is at {other}, which is read only if you name it",
+            f"if that is yours: export {SEGMENTS}={quote(other)}",
         )
+    return Folder(where or state.path / "log", str(cluster))
 
 
 def _read_rest(state: StateDir, cluster: str, after: int) -> list[Record]:

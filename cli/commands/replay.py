@@ -17,7 +17,7 @@ from ..cluster.client import Urls
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain, count, labelled, lost_cell, table
-from .offline import Log, connect_to_read, log_of
+from .offline import UNFOLDABLE, Log, connect_to_read, log_of
 from .tasks import incident_id, option_for
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def foldable(path: Path | None) -> Generator[None]:
     """Turn a failed fold of a log into UsageError."""
     try:
         yield
-    except (AssertionError, ValueError, OverflowError) as error:  # records that no leader wrote
+    except UNFOLDABLE as error:
         raise UsageError(
             f"{path or 'the log'} cannot be folded: {error}",
             "unicron replay FILE --verify names the first seq that differs",

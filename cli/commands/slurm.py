@@ -12,7 +12,8 @@ from msgspec import Struct
 
 from ...control_plane.api.needs import ENDED
 from ...events.errors import UnicronError, UsageError
-from ..cluster.client import Client, Interrupted, Refused, Unable, Unreachable, Urls, connect
+from ..cluster.answers import Interrupted
+from ..cluster.client import Client, Refused, Unable, Unreachable, Urls, connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain

@@ -13,7 +13,8 @@ from typing import Any
 import typer
 
 from ...events.errors import UsageError
-from ..cluster.client import DRY_RUN_S_MAX, Client, Interrupted, Unable, Unreachable, Urls, connect
+from ..cluster.answers import Interrupted
+from ..cluster.client import DRY_RUN_S_MAX, Client, Unable, Unreachable, Urls, connect
 from ..cluster.state_dir import StateDir
 from ..screens import cluster as cluster_screen
 from ..screens import nodes

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from ...events.errors import UsageError
 from ...events.records.in_words import line, matches
-from ..cluster.client import Client, Interrupted, Unable, Unreachable, Urls, connect
+from ..cluster.answers import Interrupted
+from ..cluster.client import Client, Unable, Unreachable, Urls, connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain

@@ -13,7 +13,8 @@ from ...control_plane.api.needs import ENDED
 from ...events.errors import UnicronError, UsageError
 from ...events.network_address import is_loopback
 from ...events.spec.job import JobSpec, Slots
-from ..cluster.client import Client, Interrupted, Refused, Unable, Unreachable, Urls, connect
+from ..cluster.answers import Interrupted
+from ..cluster.client import Client, Refused, Unable, Unreachable, Urls, connect
 from ..cluster.local_cluster import START_S_MAX
 from ..cluster.state_dir import StateDir, default
 from ..files import job_file, megatron_command

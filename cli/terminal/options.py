@@ -154,5 +154,5 @@ Checks = Annotated[
 
 
 def folder(given: Path | None) -> StateDir:
-    """The folder of --state, of $UNICRON_STATE, or the default."""
-    return StateDir(given if given is not None else state_dir.default())
+    """The folder of --state, of $UNICRON_STATE, or the default. Raises UsageError."""
+    return state_dir.opened(given if given is not None else state_dir.default())

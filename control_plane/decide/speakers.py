@@ -62,9 +62,8 @@ def _of_share(state: ClusterState, node: str, body: Any) -> str:
         return ""
     if find_rank(task, body.rank, body.attempt) or find_orphan(task, body.rank, body.attempt):
         return _of_process(state, node, body)
-    if any(
-        (one.rank, one.attempt, one.node) == (body.rank, body.attempt, node) for one in task.members
-    ):
+    process = (body.rank, body.attempt, node)
+    if any((member.rank, member.attempt, member.node) == process for member in task.members):
         return ""
     return f"process {body.attempt} of rank {body.rank} of task {task.id} is not on {node}"
 

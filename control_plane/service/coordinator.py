@@ -3,13 +3,12 @@
 import asyncio
 import math
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
-import msgspec
 import structlog
 from msgspec import Struct
 
@@ -19,15 +18,17 @@ from ...events.log.port import Batch, Sent
 from ...events.log.redis_streams import RedisLog
 from ...events.log.segments import Folder
 from ...events.records.envelope import Record, Report
-from ...events.records.reports import DeadlineReached, ReportsLost, TokenChanged
+from ...events.records.reports import DeadlineReached, TokenChanged
 from ...events.records.types import Body
 from ...events.shortage import outlast
 from ...events.spec.policy import Policy
 from ..fold.edits import EXPIRED, LOSSES, expired_tasks, running_deadlines
 from ..state.cluster import ClusterState
 from .dead_letters import DeadLetters
+from .intake import Intake
 from .leader import LEASE_S, Leader, Spoiled
 from .leases import Leases
+from .limits import Limits
 from .outages import LENGTH_S_MIN, SILENT_S_MAX, Outages
 from .room import LOOK_S, Room
 from .sealer import Sealer
@@ -42,39 +43,6 @@ Check = Callable[[ClusterState], None]
 
 Observe = Callable[[ClusterState, Sequence[Record], float], None]
 """Sees the records that the state has folded, none at first, and `Leader.plan_s`."""
-
-
-class Limits(Struct, frozen=True, kw_only=True):
-    """Every limit of the service; those of the decider are in the Policy."""
-
-    batch_reports_max: int = 256
-    turn_s_max: float = 0.1
-    """Once a turn has decided for so long, the rest of its reports are for the next turn."""
-    trimmed_s: float = 10.0
-    """Shortest time between two records of how much was dropped from nodes' lists."""
-    take_wait_s: float = 1.0
-    """Longest duration of one blocking read of the intake; then the next one begins. For so long a
-    leader that was stopped may keep one report from its successor."""
-    call_s_max: float = 10.0
-    """Time after which a call of the log counts as failed."""
-    retry_s_min: float = 0.05
-    retry_s_max: float = 2.0
-    disputes_max: int = 50
-    """Conflicts or lost replies in a row after which the leader gives up."""
-    beats_s: float = 1.0
-    """Longest interval between checks of the heartbeats, shorter if leases are short; interval of
-    the leader's own."""
-    trim_s: float = 1.0
-    follow_s: float = 0.2
-    """Interval at which a control plane that does not lead folds the log and tries to lead."""
-    segments_s: float = 30.0
-    """Interval at which it checks that it can read the log's segments."""
-    idle_s: float = 5.0
-    writes_max: int = 256
-    recent_records_max: int = 4_096
-
-
-_NOTHING = Batch(entries=(), is_whole=False)
 
 
 class _Write(Struct):
@@ -140,15 +108,12 @@ class Coordinator:
         """The last sign of life of the leader before."""
         self._started_s = self._leader.now_s()
         self._wake = asyncio.Event()
+        self._intake = Intake(log, self._limits, self._wake.set)
         self._committed = asyncio.Event()
         self._changed = asyncio.Event()
         self._writes: list[_Write] = []
-        self._taking: asyncio.Task[None] | None = None
-        self._taken: tuple[str, Batch | LogError] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._trimmed_s = self._checked_s = 0.0
-        self._dropped, self._dropped_s = Counter[str](), -math.inf
-        """By node: how many entries were dropped from its list; when a record told it last."""
+        self._checked_s = 0.0
         self._admitted: dict[str, int] = {}
         """Nodes that `admit` has let in: their NodeJoined may not be in the log yet."""
         self._access = access
@@ -404,9 +369,7 @@ class Coordinator:
             self._leader_known.clear()
             for task in beside:
                 task.cancel()
-            if self._taking is not None:
-                self._taking.cancel()
-                self._taking = None
+            self._intake.end()
             if self._timer:
                 self._timer.cancel()
             self._refuse_writes()
@@ -507,11 +470,14 @@ class Coordinator:
         self._wake.clear()
         if self._lost is not None:
             raise self._lost
-        batch = self._take_result()
+        batch = self._intake.result(self._leader.position)
         has_timed = self._has_timed_events()
         if has_timed:
             # Timed events need an empty intake: a report in it may clear the deadline.
-            batch, has_timed = await self._drain(batch)
+            batch = await self._intake.rest(batch, self._leader.position)
+            has_timed = batch.is_whole
+            if not has_timed:
+                self._wake.set()
         writes = list(self._writes)
         has_changed = any(True for _ in self._room.verdicts(self._leader.state))
         if not (batch.entries or writes or has_timed or has_changed):
@@ -534,7 +500,7 @@ class Coordinator:
                 write.done.set_exception(Unavailable("the request is old, its seq is forgotten"))
             else:
                 write.done.set_result(seq)
-        await self._trim()
+        await self._intake.trim(self._leader.position, self._leader.now_s())
 
     def _of_turn(
         self, batch: Batch, writes: Sequence[_Write], *, has_timed: bool
@@ -553,16 +519,7 @@ class Coordinator:
         if has_timed:
             yield from self._timed_reports(self._leader.now_s())
         yield from self._losses()
-        yield from self._trimmed_reports()
-
-    def _trimmed_reports(self) -> Iterator[Report]:
-        """How many reports of which node were dropped, because its list was too long."""
-        now_s = asyncio.get_running_loop().time()
-        if self._dropped and now_s - self._dropped_s >= self._limits.trimmed_s:
-            self._dropped_s = now_s
-            for node, num in self._dropped.items():
-                yield self._leader.report(ReportsLost(node=node, num_lost=num))
-            self._dropped.clear()
+        yield from map(self._leader.report, self._intake.take_dropped())
 
     def _checked_reports(self, writes: Sequence[_Write]) -> Iterator[Report]:
         """The reports of operators' writes, each checked against the state before it."""
@@ -578,19 +535,6 @@ class Coordinator:
                 continue
             yield from write.reports
 
-    async def _drain(self, batch: Batch) -> tuple[Batch, bool]:
-        """`batch` with the remaining reports of the intake, and whether the intake is empty now."""
-        num_max = self._limits.batch_reports_max
-        after = batch.entries[-1].cursor if batch.entries else self._leader.position
-        more = await self._with_timeout(
-            self._log.take(after=after, num_max=num_max, wait_s=0.0),
-            Unavailable("the intake does not answer"),
-        )
-        self._dropped.update(more.trimmed)
-        if not more.is_whole:
-            self._wake.set()
-        return msgspec.structs.replace(more, entries=batch.entries + more.entries), more.is_whole
-
     def _publish(self, records: Sequence[Record]) -> None:
         """The log has these records: wake those that follow it."""
         self._recent.extend(records)
@@ -600,20 +544,10 @@ class Coordinator:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def _trim(self) -> None:
-        now_s = self._leader.now_s()
-        if now_s - self._trimmed_s >= self._limits.trim_s and self._leader.position != "0-0":
-            self._trimmed_s = now_s
-            await self._with_timeout(
-                self._log.trim_reports(before=self._leader.position),
-                Unavailable("the intake cannot be trimmed"),
-            )
-
     # --- the intake -------------------------------------------------------------------------------
     def _prepare_wakeup(self, group: asyncio.TaskGroup) -> None:
         """Start a blocking read if none is active, and a timer for the next deadline."""
-        if self._taking is None:
-            self._taking = group.create_task(self._take(self._leader.position), name="intake")
+        self._intake.begin(group, self._leader.position)
         if self._timer:
             self._timer.cancel()
             self._timer = None
@@ -626,32 +560,6 @@ class Coordinator:
         if due_s < math.inf:
             delay_s = max(0.0, due_s - self._leader.now_s())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._wake.set)
-
-    async def _take(self, after: str) -> None:
-        limits = self._limits
-        try:
-            async with asyncio.timeout(limits.take_wait_s + limits.call_s_max):
-                found: Batch | LogError = await self._log.take(
-                    after=after, num_max=limits.batch_reports_max, wait_s=limits.take_wait_s
-                )
-        except LogError as error:
-            found = error
-        except TimeoutError:
-            found = Unavailable("the intake does not answer")
-        self._taken, self._taking = (after, found), None
-        self._wake.set()
-
-    def _take_result(self) -> Batch:
-        """The result of the blocking read; empty if the position has changed since its start."""
-        taken, self._taken = self._taken, None
-        if taken is None:
-            return _NOTHING
-        if isinstance(taken[1], LogError) and taken[0] == self._leader.position:
-            raise taken[1]
-        if isinstance(taken[1], LogError):
-            return _NOTHING
-        self._dropped.update(taken[1].trimmed)
-        return taken[1] if taken[0] == self._leader.position else _NOTHING
 
     # --- timed events -----------------------------------------------------------------------------
     def _has_timed_events(self) -> bool:
@@ -734,8 +642,7 @@ class Coordinator:
             outages.alive_s = now_s
         except LogError as error:
             if self._committed.is_set():  # the next turn raises it
-                self._taken = self._leader.position, Unavailable(str(error))
-                self._wake.set()
+                self._intake.fail(self._leader.position, Unavailable(str(error)))
 
     async def _keep_users(self) -> None:
         """Admit all nodes when leadership begins, after a node was expelled, and to a server that

@@ -20,6 +20,7 @@ from ..decoding import from_json
 from ..errors import CorruptLog, UsageError
 from ..records import codec
 from ..records.envelope import Record
+from ..regular_files import open_regular
 
 FORMAT = "unicron-log"
 FORMAT_VERSION = 1
@@ -162,7 +163,7 @@ def read(path: Path) -> Iterator[Record]:
 
 def _open(path: Path) -> IO[bytes]:
     with _usage_error_of(path, EXPORT_HINT):
-        return path.open("rb")
+        return open_regular(path)
 
 
 def _header(path: Path, file: IO[bytes]) -> tuple[Header, str]:

@@ -6,7 +6,8 @@ listens on a unix socket in its directory, which only the owner can enter, and o
 that a stopped server leaves free could be taken by a process that collects passwords. It uses
 `appendfsync always`: with `everysec` an acknowledged record can be lost, because a write waits
 while a sync runs. Batches make `always` affordable (measured: 162 k against 258 k records/s). Its
-files are commands throughout (no snapshots), which append_only_file.py reads without a server.
+files are commands throughout (no snapshots), which append_only_file.py reads without a server, and
+checks before a server starts on them: the folder may come from somebody else.
 """
 
 import os
@@ -29,7 +30,8 @@ from ..errors import ServerError, UsageError
 from ..file_lock import FileLock, Held
 from ..private_files import write_private
 from ..process_io import defer_signals
-from . import reserve
+from ..regular_files import read_regular
+from . import append_only_file, reserve
 
 START_S_MAX = 30.0
 """How long the server may take to load its log and answer."""
@@ -53,9 +55,21 @@ save ""
 appendonly yes
 appendfsync always
 aof-use-rdb-preamble no
+sanitize-dump-payload yes
+rename-command MODULE ""
+rename-command DEBUG ""
+rename-command REPLICAOF ""
+rename-command SLAVEOF ""
+rename-command MIGRATE ""
 maxmemory-policy noeviction
 tcp-keepalive 60
 """
+"""Renamed to nothing, a command is unknown also to a server that loads its files."""
+NOTE_BYTES_MAX = 1 << 16
+CHECK_HINT = (
+    "no server was started on it; if the folder is yours, move server/ away, then "
+    "unicron log restore"
+)
 
 
 class Server(Struct, frozen=True, kw_only=True):
@@ -134,26 +148,30 @@ def start(directory: Path, password: str = "") -> Server:
     """Start a server on the data in `directory` (created if absent). `password`: used if the
     directory has none, so that clients of a directory that was deleted can go on.
 
-    Raises ServerError if there is no binary, the directory is in use or full, or the server exits
-    or does not answer within START_S_MAX.
+    Raises UsageError if its files have more than data: a server would execute that. Raises
+    ServerError if there is no binary, the directory is in use or full, or the server exits or does
+    not answer within START_S_MAX.
     """
     binary = find_binary()
     directory = _make(directory)
     lock = _lock(directory)
     try:
+        snapshot = _checked(directory)
         with suppress(OSError, UsageError):  # a full disk, or one that cannot reserve
             reserve.release(directory)
             reserve.extend(directory)
         server = _start(binary, directory, lock, password)
         with suppress(OSError, UsageError):  # if the file is new, or was cut
             reserve.extend(directory)
-        return server
     except OSError as error:
         raise ServerError(
             f"{directory}: {(error.strerror or str(error)).lower()}", FULL_HINT
         ) from error
     finally:
         lock.release()
+    if snapshot:  # of an older Unicron: from now on its files are commands, which can be checked
+        _ask(server, "BGREWRITEAOF")
+    return server
 
 
 def find_binary() -> Path:
@@ -183,6 +201,16 @@ def start_time(pid: int) -> str:
 
 
 # --- starting -----------------------------------------------------------------------------------
+def _checked(directory: Path) -> str:
+    """See append_only_file.check; an empty folder has nothing to check."""
+    try:
+        return append_only_file.check(directory)
+    except UsageError as error:
+        raise UsageError(str(error), CHECK_HINT) from None
+    except OSError as error:
+        raise ServerError(f"{error.filename}: {error.strerror}", CHECK_HINT) from None
+
+
 def _start(binary: Path, directory: Path, lock: FileLock, former: str) -> Server:
     password = _password(directory)
     if password is None:
@@ -250,9 +278,17 @@ def _server(directory: Path, note: _Note, password: str) -> Server:
 
 def _ping(server: Server) -> str:
     """`ready`, `loading` while the server reads its log, else the error."""
-    password = server.password
-    request = f"*2\r\n$4\r\nAUTH\r\n${len(password)}\r\n{password}\r\n*1\r\n$4\r\nPING\r\n"
-    reply = b""
+    reply = _ask(server, "PING")
+    if reply == "+OK\r\n+PONG":
+        return "ready"
+    return "loading" if "LOADING" in reply else reply
+
+
+def _ask(server: Server, command: str) -> str:
+    """The server's answers to its password and to a command of one word, or the error."""
+    password, reply = server.password, b""
+    request = f"*2\r\n$4\r\nAUTH\r\n${len(password)}\r\n{password}\r\n"
+    request += f"*1\r\n${len(command)}\r\n{command}\r\n"
     try:
         with socket.socket(socket.AF_UNIX) as link:
             link.settimeout(REPLY_S_MAX)
@@ -262,9 +298,7 @@ def _ping(server: Server) -> str:
                 reply += more
     except OSError as error:
         return str(error)
-    if reply == b"+OK\r\n+PONG\r\n":
-        return "ready"
-    return "loading" if b"LOADING" in reply else reply.decode(errors="replace").strip()
+    return reply.decode(errors="replace").strip()
 
 
 def _last_complaint(log: Path, start: int) -> str:
@@ -312,16 +346,20 @@ def _lock(directory: Path) -> FileLock:
 
 def _note(directory: Path) -> _Note | None:
     try:
-        return from_json((directory / "server.json").read_bytes(), _Note)
+        return from_json(_own(directory / "server.json"), _Note)
     except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError):
         return None
 
 
 def _password(directory: Path) -> str | None:
     try:
-        return (directory / "password").read_text(encoding="utf-8").strip() or None
+        return _own(directory / "password").decode(errors="replace").strip() or None
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def _own(path: Path) -> bytes:
+    return read_regular(path, NOTE_BYTES_MAX, follow=False, uid=os.geteuid())
 
 
 def _quoted(path: Path) -> str:

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import structlog
@@ -376,6 +376,37 @@ def _sent(entry: bytes, fields: Sequence[bytes]) -> Sent:
     return Sent(cursor=entry.decode(), node=node.decode(), data=fields[1], num_bytes=int(num_bytes))
 
 
+class _Look(NamedTuple):
+    """What a `take` has done to a list that was not empty."""
+
+    node: str
+    num_taken: int
+    num_left: int
+    num_dropped: int
+
+
+class _Heard:
+    """What a leader has read of the nodes."""
+
+    def __init__(self) -> None:
+        self.beat_ids: dict[str, bytes] = {}
+        """By node: the newest heartbeat that `beats` has returned."""
+        self.turn = 0
+        """The list from which the next `take` begins."""
+        self.taken: dict[str, int] = {}
+        """By node whose list was not empty at the last look: entries taken since it was."""
+
+    def note(self, looks: Sequence[_Look], *, saw_all: bool) -> bool:
+        """Note a `take`. Whether no list has anything for which a deadline waits."""
+        if saw_all:
+            self.taken = {look.node: self.taken.get(look.node, 0) for look in looks}
+        for look in looks:
+            self.taken[look.node] = self.taken.get(look.node, 0) + look.num_taken
+            if not look.num_left:
+                del self.taken[look.node]
+        return saw_all and min(self.taken.values(), default=math.inf) >= WAITED_NUM_MAX
+
+
 class _Lost(Exception):
     """No reply came; the server may have executed the request. `slow`: the wait timed out."""
 
@@ -555,17 +586,11 @@ class RedisLog:
         self._keys_of = keys
         self._identities = identities
         self._forged_orders = Seldom(FORGED_LOG_S)
-        self._beat_ids: dict[str, bytes] = {}
-        """By node: the newest heartbeat that `beats` has returned."""
-        self._prefix = key_prefix(cluster)
+        self._heard = _Heard()
         self._link = _Link(url, ca)
         self._readers: dict[str, _Link] = {}
         self._read_to = (0, 0)
         """(seq, epoch) of the last record read, so that the next read needs no search."""
-        self._turn = 0
-        """The list from which the next `take` begins."""
-        self._taken: dict[str, int] = {}
-        """By node whose list was not empty at the last look: entries taken since it was."""
 
     async def close(self) -> None:
         """Close the connections; running calls fail."""
@@ -654,7 +679,7 @@ class RedisLog:
         leaders. For `lease_s` no other nonce can take it, unless it is released. Raises Leased
         while another one has it, and notes `url` as that of a follower; UsageError if the leader
         has another secret. After a lost reply one epoch is unused."""
-        self._taken.clear()
+        self._heard.taken.clear()
         epoch, *leader = await self._run(
             START_EPOCH,
             self._keys("log", "epoch", "lease", "followers"),
@@ -772,24 +797,15 @@ class RedisLog:
         keys = self._keys("bell", "inbox", "reports", "senders")
         (prefix,) = self._keys("inbox:")
         bounds = (NODE_NUM_MAX, NODE_BYTES_MAX, REPORT_BYTES_MAX, LIST_NUM_MAX, LIST_BYTES_MAX)
-        self._turn, saw_all, lists, entries = await self._run(
-            TAKE, keys, (prefix, after, num_max, *bounds, self._turn, woken_by)
+        heard = self._heard
+        heard.turn, saw_all, lists, entries = await self._run(
+            TAKE, keys, (prefix, after, num_max, *bounds, heard.turn, woken_by)
         )
-        trimmed = dict[str, int]()
-        if saw_all:
-            self._taken = {one[0].decode(): self._taken.get(one[0].decode(), 0) for one in lists}
-        for name, num, left, dropped in lists:
-            node = name.decode()
-            self._taken[node] = self._taken.get(node, 0) + num
-            if not left:
-                del self._taken[node]
-            if dropped:
-                trimmed[node] = dropped
+        looks = [_Look(name.decode(), *numbers) for name, *numbers in lists]
         return Batch(
             entries=tuple(_sent(entry, fields) for entry, fields in entries),
-            is_whole=bool(saw_all)
-            and min(self._taken.values(), default=math.inf) >= WAITED_NUM_MAX,
-            trimmed=trimmed,
+            is_whole=heard.note(looks, saw_all=bool(saw_all)),
+            trimmed={look.node: look.num_dropped for look in looks if look.num_dropped},
         )
 
     def read_report(self, sent: Sent) -> Report | Rejected:
@@ -814,9 +830,9 @@ class RedisLog:
                 some, values[::3], values[1::3], values[2::3], strict=True
             ):
                 # An age is never taken twice: the server's clock may be set back.
-                if not entry or self._beat_ids.get(node) == entry:
+                if not entry or self._heard.beat_ids.get(node) == entry:
                     continue
-                self._beat_ids[node] = entry
+                self._heard.beat_ids[node] = entry
                 at_s = int(entry.partition(b"-")[0]) / 1e3
                 found.append(
                     Heartbeat(
@@ -1109,9 +1125,9 @@ class RedisLog:
         # Lists, because an agent may append to them and can do nothing else with that right. With
         # XADD it could also choose an id above all others.
         for start in range(0, len(reports), SEND_NUM_MAX):
-            some = reports[start : start + SEND_NUM_MAX]
-            node = some[0].source.rpartition("/")[0]
-            commands = self._push(node, *(self.entry(one) for one in some))
+            batch = reports[start : start + SEND_NUM_MAX]
+            node = batch[0].source.rpartition("/")[0]
+            commands = self._push(node, *map(self.entry, batch))
             await self._ask(commands, repeatable=False)
 
     def entry(self, report: Report) -> bytes:
@@ -1243,7 +1259,8 @@ class RedisLog:
 
     # --- calls ----------------------------------------------------------------------------------
     def _keys(self, *names: str) -> tuple[str, ...]:
-        return tuple(self._prefix + name for name in names)
+        prefix = key_prefix(self._cluster)
+        return tuple(prefix + name for name in names)
 
     def _streams(self, nodes: Iterable[str]) -> tuple[str, ...]:
         return self._keys(*(f"orders:{node}" for node in nodes))

@@ -76,7 +76,7 @@ class Reserve:
 def extend(server: Path) -> None:
     """Reserve room beyond the end of the file to which the server appends. Raises OSError,
     UsageError."""
-    newest = _files(server)[-1:]
+    newest = append_only_file.files(server)[-1:]
     for path in newest:
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
@@ -91,17 +91,10 @@ def extend(server: Path) -> None:
 def release(server: Path, *, newest_too: bool = False) -> None:
     """Free what was reserved in former files of a server that does not run. Raises OSError,
     UsageError."""
-    for path in _files(server)[: None if newest_too else -1]:
+    for path in append_only_file.files(server)[: None if newest_too else -1]:
         stat = path.stat()
         if _reserved_bytes(stat) > 0:
             os.truncate(path, stat.st_size)
-
-
-def _files(server: Path) -> list[Path]:
-    folder = server / append_only_file.FOLDER
-    if not (folder / append_only_file.MANIFEST).exists():
-        return []
-    return [folder / name for name in append_only_file.file_names(folder)]
 
 
 def _reserved_bytes(stat: os.stat_result) -> int:

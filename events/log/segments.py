@@ -9,7 +9,7 @@ A name has all that the chain needs: the digest of the file's bytes, and that of
 So the name of the newest segment, the head, determines the whole sealed log. The log's server holds
 it, and moves it by a script that is fenced by the epoch: two leaders may write files, and only one
 of them moves the head. Without the server, the longest chain counts. Files are written whole, and
-never changed.
+never changed. Whoever reads them trusts nothing in them: a folder may come from somebody else.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from ..spec.job import is_url
 FORMAT_VERSION = 1
 DIGEST_CHARS = 16
 """64 bits: the chain detects accidents; it is not a signature."""
+FILE_BYTES_MAX, UNPACKED_BYTES_MAX = 256 << 20, 512 << 20
+"""Of a file, and of what it has once it is unpacked: a thousand times as much, if it is hostile."""
 _HEAD = struct.Struct(">I")
 _SEGMENT = re.compile(r"(\d{16})-(\d{16})-(\d{8})-([0-9a-f]{16})-([0-9a-f]{16})\.segment")
 _SNAPSHOT = re.compile(r"(\d{16})-(\d{8})-([0-9a-f]{16})\.(state|usage)")
@@ -59,10 +61,10 @@ class Segment(NamedTuple):
     @classmethod
     def parse(cls, name: str) -> Segment | None:
         """The segment of a file's name; None for another file."""
-        found = _SEGMENT.fullmatch(name)
-        return (
-            cls(int(found[1]), int(found[2]), int(found[3]), *found.group(4, 5)) if found else None
-        )
+        if (found := _SEGMENT.fullmatch(name)) is None:
+            return None
+        one = cls(int(found[1]), int(found[2]), int(found[3]), *found.group(4, 5))
+        return one if 0 < one.first <= one.last else None
 
 
 class Snapshot(NamedTuple):
@@ -105,11 +107,17 @@ class Folder:
 
     # --- segments ---------------------------------------------------------------------------------
     def write(self, records: Sequence[Record], prev: Segment | None) -> Segment:
-        """Write contiguous records behind `prev`."""
+        """Write contiguous records behind `prev`. Raises UsageError if they are too large."""
         body = bytearray()
         for record in records:
             wire = codec.encode_record(record)
             body += _HEAD.pack(len(wire)) + wire
+        if len(body) > UNPACKED_BYTES_MAX:
+            raise UsageError(
+                f"{len(records)} records are {len(body)} bytes, a segment has at most "
+                f"{UNPACKED_BYTES_MAX}",
+                "lower seal_records in the policy",
+            )
         data = self._packed("segment", bytes(body))
         segment = Segment(
             records[0].seq,
@@ -130,10 +138,14 @@ class Folder:
             while at < len(body):
                 (length,) = _HEAD.unpack_from(body, at)
                 at += _HEAD.size + length
+                if at > len(body):
+                    raise struct.error("a record is longer than the rest of the file")
                 records.append(codec.decode_record(body[at - length : at]))
-        except (struct.error, msgspec.MsgspecError) as error:
+        except (struct.error, msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise CorruptLog(segment.first + len(records), f"{segment.name}: {error}") from None
-        if [one.seq for one in records] != list(range(segment.first, segment.last + 1)):
+        if len(records) != segment.last - segment.first + 1 or any(
+            one.seq != seq for seq, one in enumerate(records, segment.first)
+        ):
             raise CorruptLog(segment.first, f"{segment.name} has other records than its name says")
         return records
 
@@ -147,7 +159,7 @@ class Folder:
         """The sealed log up to the segment named `head`, from the oldest that was not pruned; "":
         the longest chain. Raises CorruptLog, with the seqs that are gone, if one is missing."""
         found = self.segments()
-        by_digest = {one.digest: one for one in found}
+        ends = {(one.digest, one.last): one for one in found}
         last = Segment.parse(head)
         if last is None:
             last = max(found, key=lambda one: (one.last, one.epoch), default=None)
@@ -160,7 +172,7 @@ class Folder:
         chain: list[Segment] = []
         while last is not None:
             chain.append(last)
-            last = by_digest.get(last.prev)
+            last = ends.get((last.prev, last.first - 1))  # seqs only fall: no circle
         chain.reverse()
         pruned = self._pruned()
         begin = max(
@@ -172,8 +184,10 @@ class Folder:
             and chain[0].prev != NO_DIGEST
             and (chain[0].first, chain[0].prev) not in pruned
         ):
-            ends = [one.last for one in found if one.last < chain[0].first]
-            first = max([*ends, *(seq - 1 for seq, _ in pruned if seq < chain[0].first)], default=0)
+            lasts = [one.last for one in found if one.last < chain[0].first]
+            first = max(
+                [*lasts, *(seq - 1 for seq, _ in pruned if seq < chain[0].first)], default=0
+            )
             raise gone(first + 1, chain[0].first - 1, self.where)
         return chain[begin:]
 
@@ -234,7 +248,7 @@ class Folder:
         return msgspec.json.encode(header) + b"\n" + zlib.compress(body, 1)
 
     def _checked(self, name: str, digest: str, first: int, last: int) -> tuple[bytes, str]:
-        data = self._store.read(name)
+        data = self._store.read(name, FILE_BYTES_MAX)
         if data is None:
             raise gone(first, last, self.where)
         if _digest(data) != digest:
@@ -254,8 +268,8 @@ class Folder:
                     f"{name} is of cluster {header.cluster}, not {self.cluster}",
                     "name the folder of this cluster's log",
                 )
-            return zlib.decompress(packed), header.schema
-        except (msgspec.MsgspecError, zlib.error) as error:
+            return _unpacked(packed), header.schema
+        except (msgspec.MsgspecError, zlib.error, ValueError, RecursionError) as error:
             raise CorruptLog(first, f"{name} in {self.where} is damaged: {error}") from None
 
 
@@ -311,6 +325,17 @@ def gone(first: int, last: int, where: str) -> CorruptLog:
     return CorruptLog(
         first, f"{which} missing from {where}: put the file back, or name a folder that has it"
     )
+
+
+def _unpacked(packed: bytes) -> bytes:
+    """Raises zlib.error."""
+    unpacking = zlib.decompressobj()
+    body = unpacking.decompress(packed, UNPACKED_BYTES_MAX)
+    if unpacking.unconsumed_tail:
+        raise zlib.error(f"it unpacks to more than {UNPACKED_BYTES_MAX} bytes")
+    if not unpacking.eof or unpacking.unused_data:
+        raise zlib.error("it is cut, or has more than its end")
+    return body
 
 
 def _digest(data: bytes) -> str:

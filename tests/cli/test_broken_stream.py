@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from cli_process import in_process
 from http_site import JOB, serving
-from unicron.cli.cluster.client import Client, Interrupted
+from unicron.cli.cluster.answers import Interrupted
+from unicron.cli.cluster.client import Client
 from unicron.control_plane.api import http
 from unicron.events.errors import CorruptLog
 from unicron.events.records.envelope import Record

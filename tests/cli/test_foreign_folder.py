@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from cli_process import in_process
+from unicron.events.log.append_only_file import STRANGE_HINT
 
 from .test_local_cluster import Cluster, until
 
@@ -36,6 +37,18 @@ LOOKS = (
     ("export", "OUT"),
     ("replay", "--live"),
     ("log", "status"),
+)
+ACTS = (
+    ("up", "--agents", "1"),
+    ("up", "-d"),
+    ("down",),
+    ("control-plane",),
+    ("agent", "--node", "n1"),
+    ("token", "list"),
+    ("log", "restore"),
+    ("log", "prune", "--keep", "1"),
+    ("freeze",),
+    ("doctor",),
 )
 
 
@@ -107,7 +120,13 @@ def test_files_that_load_a_module_run_nothing(cluster_folder: Path, tmp_path: Pa
         assert (refused.returncode, refused.stdout) == (2, ""), (words, refused)
         line, hint = refused.stderr.strip().splitlines()
         assert "has the command MODULE" in line
-        assert hint == "hint: nothing was executed; do not start unicron up on this folder"
+        assert hint == f"hint: {STRANGE_HINT}"
+    for words in (("up", "--agents", "1"), ("control-plane",)):
+        refused = look(folder, words, tmp_path)
+        assert not mark.exists(), words
+        assert refused.returncode == 2, (words, refused)
+        assert "has the command MODULE" in refused.stderr.splitlines()[-2]
+        assert "no server was started on it" in refused.stderr.splitlines()[-1]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
@@ -126,6 +145,48 @@ def test_the_folder_of_another_user_is_refused(cluster_folder: Path, tmp_path: P
                 else f"{folder} belongs to user {NOBODY}, not to 0"
             ) in refused.stderr
             assert "let the owner export" in refused.stderr or "let its owner" in refused.stderr
+    for words in ACTS:
+        refused = look(tmp_path / "state0", words, tmp_path)
+        assert (refused.returncode, refused.stdout) == (2, ""), (words, refused)
+        assert "belongs to user 65534, not to 0" in refused.stderr, words
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_a_folder_that_others_may_write_in_is_refused(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state").chmod(mode)
+    for words in (*LOOKS, *ACTS):
+        refused = look(tmp_path / "state", words, tmp_path)
+        assert (refused.returncode, refused.stdout) == (2, ""), (words, refused)
+        line, hint = refused.stderr.strip().splitlines()
+        assert f"has mode 0{mode:o}: others may write in it" in line
+        assert "chmod go-w" in hint
+    assert list((tmp_path / "state").iterdir()) == []
+
+
+def test_files_of_a_folder_that_have_no_end_are_not_read(
+    cluster_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "state"
+    copy(cluster_folder, folder)
+    for name in ("control_plane.json", "cluster.json", "log.json", "pids/agent-n1.json"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to("/dev/zero")
+    (folder / "up.lock").unlink(missing_ok=True)
+    os.mkfifo(folder / "up.lock")
+    shown = look(folder, ("status", "-o", "json"), tmp_path)
+    assert json.loads(shown.stdout)["cluster"]["seq"] > 0, shown
+
+
+def test_segments_elsewhere_are_read_only_if_named(cluster_folder: Path, tmp_path: Path) -> None:
+    folder, mine = tmp_path / "state", tmp_path / "mine"
+    copy(cluster_folder, folder)
+    mine.mkdir()
+    (folder / "log.json").write_text(json.dumps({"cluster": "default", "segments": str(mine)}))
+    for words in (*LOOKS, ("log", "prune", "--keep", "1")):
+        refused = look(folder, words, tmp_path)
+        assert (refused.returncode, refused.stdout) == (2, ""), (words, refused)
+        assert f"says that the log is at {mine}, which is read only if you name" in refused.stderr
 
 
 def test_a_url_that_a_folder_names_is_not_asked(cluster_folder: Path, tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from typing import TypeVar
 import rank_trace
 from transitions import Transition, transitions
 from unicron.cli.cluster import local_cluster, processes
-from unicron.cli.cluster.client import Client, Interrupted, Unable, Unreachable
+from unicron.cli.cluster.answers import Interrupted
+from unicron.cli.cluster.client import Client, Unable, Unreachable
 from unicron.cli.cluster.local_cluster import CONTROL_PLANE, ClusterOptions, LocalCluster
 from unicron.cli.cluster.processes import Process
 from unicron.cli.cluster.state_dir import StateDir, shown

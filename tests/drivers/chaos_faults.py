@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from real_cluster import RealCluster
 from unicron.cli.cluster import local_cluster
-from unicron.cli.cluster.client import Interrupted, Refused, Unable, Unreachable
+from unicron.cli.cluster.answers import Interrupted
+from unicron.cli.cluster.client import Refused, Unable, Unreachable
 from unicron.workers.host import linux
 
 WEIGHTS = {

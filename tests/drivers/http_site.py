@@ -20,7 +20,8 @@ from unicron.control_plane.api.http import Address, HttpApi
 from unicron.control_plane.api.metrics import Metrics
 from unicron.control_plane.api.routes import ROUTES
 from unicron.control_plane.api.tokens import Tokens
-from unicron.control_plane.service.coordinator import Coordinator, Limits
+from unicron.control_plane.service.coordinator import Coordinator
+from unicron.control_plane.service.limits import Limits
 from unicron.events.log.identity import SECRET_BYTES, Identities
 from unicron.events.records.envelope import Report
 from unicron.events.records.types import Body

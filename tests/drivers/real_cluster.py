@@ -18,7 +18,8 @@ import crashing_log
 import rank_trace
 from demo.stage import Trace, kill_node
 from unicron.cli.cluster import local_cluster
-from unicron.cli.cluster.client import Client, Interrupted, Refused, Unable, Unreachable
+from unicron.cli.cluster.answers import Interrupted
+from unicron.cli.cluster.client import Client, Refused, Unable, Unreachable
 from unicron.cli.cluster.local_cluster import ClusterOptions, LocalCluster
 from unicron.cli.cluster.processes import Process
 from unicron.cli.cluster.state_dir import StateDir

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +68,14 @@ def read_all(path: Path) -> tuple[int, CorruptLog | None]:
     except CorruptLog as error:
         return num, error
     return num, None
+
+
+def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="not a regular file"):
+        archive.header(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="not a regular file"):
+        next(archive.read(tmp_path / "pipe"))
 
 
 def test_round_trip_with_header_and_no_other_file(exported: Path) -> None:

@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -21,8 +21,8 @@ import structlog
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from unicron.events import unix_socket
-from unicron.events.errors import ServerError
-from unicron.events.log import embedded_server
+from unicron.events.errors import ServerError, UsageError
+from unicron.events.log import append_only_file, embedded_server
 from unicron.events.log.embedded_server import Server
 from unicron.events.log.redis_streams import RedisLog
 from unicron.events.process_io import LogStream, defer_signals
@@ -180,7 +180,7 @@ def test_a_long_path_has_a_socket_too(tmp_path: Path) -> None:
         server.stop(grace_s=1.0)
 
 
-def test_a_broken_log_reports_the_servers_error(directory: Path) -> None:
+def test_no_server_starts_on_a_broken_log(directory: Path) -> None:
     server = embedded_server.start(directory)
     with Redis.from_url(server.url) as client:
         for number in range(100):
@@ -190,10 +190,75 @@ def test_a_broken_log_reports_the_servers_error(directory: Path) -> None:
     data = bytearray(log.read_bytes())
     data[len(data) // 2 : len(data) // 2 + 20] = b"X" * 20
     log.write_bytes(bytes(data))
-    with pytest.raises(ServerError, match="Bad file format") as raised:
+    with pytest.raises(UsageError, match="is not an append-only file of a server") as raised:
         embedded_server.start(directory)
-    assert "server.log" in raised.value.hint
+    assert "move server/ away, then unicron log restore" in raised.value.hint
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("place", ["appendonlydir/appendonly.aof.1.incr.aof", "appendonly.aof"])
+def test_no_server_starts_on_files_with_more_than_data(directory: Path, place: str) -> None:
+    """Also in the one file of older servers, and behind an empty snapshot."""
+    embedded_server.start(directory).stop()
+    path = directory / place
+    if not path.exists():
+        shutil.rmtree(directory / "appendonlydir")
+    path.write_bytes(b"REDIS0011\xfa\x01a\x01b\xff" + bytes(8))
+    embedded_server.start(directory).stop()
+    if not path.exists():  # the server has moved it
+        path = directory / "appendonlydir" / path.name
+        (path,) = path.parent.glob(f"{path.name}*base*") if not path.exists() else (path,)
+    with path.open("ab") as file:
+        file.write(b"*3\r\n$6\r\nmodule\r\n$4\r\nLOAD\r\n$6\r\n./x.so\r\n")
+    with pytest.raises(UsageError, match="has the command MODULE, which Unicron does not write"):
+        embedded_server.start(directory)
+    assert not embedded_server.adopt(directory)
+
+
+def test_a_server_knows_no_command_that_loads(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the check of its files missed something."""
+    embedded_server.start(directory).stop()
+    (path,) = (directory / "appendonlydir").glob("*.incr.aof")
+    path.write_bytes(b"*3\r\n$6\r\nMODULE\r\n$4\r\nLOAD\r\n$6\r\n./x.so\r\n")
+    monkeypatch.setattr(append_only_file, "check", lambda _: "")
+    with pytest.raises(ServerError, match=r"(?i)unknown command 'MODULE'"):
+        embedded_server.start(directory)
+
+
+def test_a_snapshot_of_an_older_unicron_is_loaded_and_rewritten(directory: Path) -> None:
+    server = embedded_server.start(directory)
+    with Redis.from_url(server.url) as client:
+        client.set("k", "v")
+        client.config_set("aof-use-rdb-preamble", "yes")
+        client.bgrewriteaof()
+        wait(lambda: bool(append_only_file.check(directory)))
+    server.stop()
+    server = embedded_server.start(directory)
+    with Redis.from_url(server.url) as client:
+        assert client.get("k") == b"v"
+        wait(lambda: not append_only_file.check(directory))
+    server.stop()
+    with Redis.from_url(embedded_server.start(directory).url) as client:
+        assert client.get("k") == b"v"
+
+
+def wait(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + CHILD_S_MAX
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("name", ["password", "server.json"])
+def test_a_note_that_has_no_end_is_not_read(directory: Path, name: str) -> None:
+    embedded_server.start(directory).stop()
+    (directory / name).unlink()
+    (directory / name).symlink_to("/dev/zero")
+    with pytest.raises(OSError, match="symbolic link"):
+        embedded_server.adopt(directory)
+    (directory / name).unlink()
 
 
 def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:

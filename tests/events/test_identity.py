@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import redis
 from intake import take
-from redis.exceptions import NoPermissionError
+from redis.exceptions import NoPermissionError, ResponseError
 from structlog.testing import capture_logs
 from unicron.events.errors import LogError, Unavailable, UsageError
 from unicron.events.log import embedded_server, identity
@@ -141,10 +141,30 @@ async def test_an_agent_reads_a_file_for_the_control_plane(own_server: Server) -
             await log.close()
 
 
+def forbidden_of_lists() -> list[tuple[Any, ...]]:
+    """An agent may append to its list and nothing else."""
+    inbox, bell = KEY + "inbox:n2", KEY + "bell"
+    return [
+        ("XADD", inbox, "*", "r", "x"),
+        ("LRANGE", inbox, 0, -1),
+        ("LPOP", inbox),
+        ("DEL", inbox),
+        ("LTRIM", inbox, 1, 0),
+        ("LMOVE", inbox, inbox, "LEFT", "RIGHT"),
+        ("LPUSH", inbox, "x"),
+        ("RPUSH", KEY + "inbox:n1", "x"),
+        ("LPOP", KEY + "inbox"),
+        ("BLPOP", bell, 1),
+        ("DEL", bell),
+        ("SADD", KEY + "senders", "n3"),
+        ("SREM", KEY + "senders", "n1"),
+    ]
+
+
 def forbidden() -> list[tuple[Any, ...]]:
     """Each step of an attack with the credentials of n2's agent."""
     log, mine, his = KEY + "log", KEY + "orders:n2", KEY + "orders:n1"
-    inbox, his_inbox, stream = KEY + "inbox:n2", KEY + "inbox:n1", KEY + "reports"
+    stream = KEY + "reports"
     return [
         ("XRANGE", log, "-", "+"),
         ("XREAD", "STREAMS", log, "0"),
@@ -157,18 +177,7 @@ def forbidden() -> list[tuple[Any, ...]]:
         ("XADD", mine, "*", "r", "x"),
         ("DEL", mine),
         ("XREAD", "STREAMS", mine, his, "0", "0"),
-        ("XADD", inbox, "*", "r", "x"),
-        ("LRANGE", inbox, 0, -1),
-        ("LPOP", inbox),
-        ("DEL", inbox),
-        ("LTRIM", inbox, 1, 0),
-        ("LMOVE", inbox, inbox, "LEFT", "RIGHT"),
-        ("RPUSH", his_inbox, "x"),
-        ("LPUSH", inbox, "x"),
-        ("BLPOP", KEY + "bell", 1),
-        ("LPOP", KEY + "inbox"),
-        ("SADD", KEY + "senders", "n3"),
-        ("SREM", KEY + "senders", "n1"),
+        *forbidden_of_lists(),
         ("XREAD", "STREAMS", stream, "0"),
         ("XADD", stream, "*", "r", "x"),
         ("XADD", stream, "18446744073709551615-18446744073709551615", "r", "x"),
@@ -238,6 +247,9 @@ async def test_an_agents_credentials_allow_nothing_else(own_server: Server) -> N
                         attacker.execute_command(*command)
                     except NoPermissionError:
                         continue
+                    except ResponseError as error:  # nobody may: the server does not know it
+                        if "unknown command" in str(error):
+                            continue
                     allowed.append(command)
                 assert allowed == []
             assert {key: master.dump(key) for key in before} == before

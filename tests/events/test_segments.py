@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from unicron.events.errors import CorruptLog, Pruned, UsageError
-from unicron.events.log.segments import Folder, SealedLog, Segment, Snapshot
+from unicron.events.log import segments
+from unicron.events.log.segments import (
+    DIGEST_CHARS,
+    NO_DIGEST,
+    Folder,
+    SealedLog,
+    Segment,
+    Snapshot,
+)
+from unicron.events.records import codec
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
+
+DEEP = b"\x81\xa4body" + b"\x81\xa1a" * 5000 + b"\xc0"
 
 
 def record(seq: int, epoch: int = 1) -> Record:
@@ -164,6 +178,95 @@ def test_another_clusters_or_a_later_versions_segment_is_refused(
     monkeypatch.setattr("unicron.events.log.segments.FORMAT_VERSION", 2)
     with pytest.raises(UsageError, match="has format version 1, this reads 2"):
         folder.read(made[0])
+
+
+def laid(folder: Folder, path: Path, body: bytes, first: int, last: int, prev: str = "") -> Segment:
+    """A segment with any body, whose digest matches."""
+    header = b'{"kind":"unicron-segment","version":1,"cluster":"c"}\n'
+    data = header + body
+    digest = hashlib.sha256(data).hexdigest()[:DIGEST_CHARS]
+    segment = Segment(first, last, 1, digest, prev or NO_DIGEST)
+    path.mkdir(exist_ok=True)
+    (path / segment.name).write_bytes(data)
+    return segment
+
+
+def test_segments_that_lead_in_a_circle_end(tmp_path: Path) -> None:
+    """A file may name its own digest as that of the one before, or two each other's."""
+    path = tmp_path / "log"
+    folder = Folder(path, "c")
+    segment = laid(folder, path, b"", 1, 1)
+    (path / segment.name).rename(path / segment._replace(prev=segment.digest).name)
+    with pytest.raises(CorruptLog, match="missing"):
+        folder.chain()
+    (path / segment._replace(prev=segment.digest).name).unlink()
+    for first, last, digest, prev in ((1, 5, "a", "b"), (6, 9, "b", "a"), (5, 1, "c", "c")):
+        (path / Segment(first, last, 1, digest * 16, prev * 16).name).write_bytes(b"")
+    with pytest.raises(CorruptLog, match="missing"):
+        folder.chain()
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (zlib.compress(b""), "other records than its name says"),
+        (zlib.compress(b"\0\0\0\x09abc"), "longer than the rest of the file"),
+        (zlib.compress(b"\0\0\0\0"), "data was truncated"),
+        (zlib.compress(b"\0\0"), "requires a buffer"),
+        (zlib.compress((15007).to_bytes(4, "big") + DEEP), "recursion"),
+        (zlib.compress(b"\0\0\0\x02\xa1\xff"), "Expected|utf-8"),
+        (zlib.compress(b"abc")[:-1], "cut"),
+        (zlib.compress(b"abc") + b"d", "more than its end"),
+        (b"", "cut"),
+        (b"abc", "header check"),
+        (zlib.compress(bytes(1 << 20)), "unpacks to more than 65536 bytes"),
+    ],
+)
+def test_any_bytes_of_a_segment_are_read_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: bytes, why: str
+) -> None:
+    monkeypatch.setattr(segments, "UNPACKED_BYTES_MAX", 1 << 16)
+    folder = Folder(tmp_path / "log", "c")
+    segment = laid(folder, tmp_path / "log", body, 1, 1)
+    with pytest.raises(CorruptLog, match=why):
+        folder.read(segment)
+
+
+def test_the_last_record_of_a_segment_is_whole(tmp_path: Path) -> None:
+    """A length beyond the end, with all bytes of the record before it."""
+    folder = Folder(tmp_path / "log", "c")
+    wire = codec.encode_record(record(1))
+    body = zlib.compress((len(wire) + 100).to_bytes(4, "big") + wire)
+    with pytest.raises(CorruptLog, match="longer than the rest"):
+        folder.read(laid(folder, tmp_path / "log", body, 1, 1))
+
+
+def test_a_name_of_more_records_than_there_are_takes_no_memory(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "log", "c")
+    segment = laid(folder, tmp_path / "log", zlib.compress(b""), 1, 10**15)
+    with pytest.raises(CorruptLog, match="other records than its name says"):
+        folder.read(segment)
+
+
+def test_a_segment_too_large_to_be_read_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "UNPACKED_BYTES_MAX", 1 << 10)
+    with pytest.raises(UsageError, match="a segment has at most 1024") as raised:
+        Folder(tmp_path / "log", "c").write(records(1, 100), None)
+    assert "seal_records" in raised.value.hint
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_a_segment_that_is_no_file_is_an_os_error(tmp_path: Path, kind: str) -> None:
+    segment = Segment(1, 1, 1, "a" * DIGEST_CHARS, NO_DIGEST)
+    path = tmp_path / segment.name
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(OSError, match="not a regular file"):
+        Folder(tmp_path, "c").read(segment)
 
 
 def test_names_tell_what_a_file_is() -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +11,8 @@ from msgspec import msgpack
 from ...events.errors import LogError, UsageError
 from ...events.log.port import FilePart, FileRequest
 from ...events.log.redis_streams import RedisLog
+from ...events.object_storage import reason
+from ...events.regular_files import open_regular
 from .delivery.log_link import backoff_s
 from .health.device_trial import try_devices
 
@@ -51,15 +52,9 @@ def read_part(folder: Path, request: FileRequest) -> FilePart:
     if not path.is_relative_to(folder) or path.resolve() != path:
         return FilePart(number=request.number, error="it is not in the agent's folder of logs")
     try:
-        # O_NONBLOCK: a rank that runs as this user may have put a pipe there.
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            if not stat.S_ISREG(os.fstat(file).st_mode):
-                return FilePart(number=request.number, error="it is not a file")
-            return FilePart(
-                number=request.number, data=os.pread(file, PART_BYTES_MAX, request.offset)
-            )
-        finally:
-            os.close(file)
+        # A rank that runs as this user may have put a pipe there.
+        with open_regular(path, follow=False) as file:
+            data = os.pread(file.fileno(), PART_BYTES_MAX, request.offset)
+            return FilePart(number=request.number, data=data)
     except OSError as error:
-        return FilePart(number=request.number, error=os.strerror(error.errno or 0))
+        return FilePart(number=request.number, error=reason(error))

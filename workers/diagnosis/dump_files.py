@@ -5,6 +5,7 @@ ranks under the key `ranks`. Of a folder, all such files are read. What is cut o
 is left out: ranks exit while they write, and folders have other files too.
 """
 
+import errno
 import io
 import pickle
 import re
@@ -18,6 +19,7 @@ from msgspec import Meta, Struct
 
 from ...events.decoding import from_json
 from ...events.errors import UsageError
+from ...events.regular_files import read_regular
 from .flight_recorder import Dump, Job, NotADump, read
 
 FILE_BYTES_MAX = 256 << 20
@@ -157,13 +159,16 @@ def _read_file(path: Path) -> Iterator[Dump | UsageError | OSError]:
 
 
 def _document(path: Path) -> object:
-    if path.exists() and not path.is_file():  # a FIFO without a writer would block for ever
-        raise UsageError(f"{path}: not a regular file", HINT)
-    if path.stat().st_size > FILE_BYTES_MAX:  # a core file may be longer than the memory
-        raise UsageError(
-            f"{path}: longer than {FILE_BYTES_MAX >> 20} MiB", "give one file per rank"
-        )
-    data = path.read_bytes()
+    try:
+        data = read_regular(path, FILE_BYTES_MAX)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            raise UsageError(f"{path}: {error.strerror}", HINT) from None
+        if error.errno == errno.EFBIG:  # a core file may be longer than the memory
+            raise UsageError(
+                f"{path}: longer than {FILE_BYTES_MAX >> 20} MiB", "give one file per rank"
+            ) from None
+        raise
     try:
         return _unpickled(data) if data[:1] == b"\x80" else from_json(data)
     except _ImportRefused as error:

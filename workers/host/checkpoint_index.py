@@ -64,6 +64,10 @@ def damage(folder: str) -> str:
         index = read_index(files.read(f"{name.removesuffix(_DATA)}{_INDEX}"))
         if index is None or index.error:
             return f"the index of its file {name} is missing or cut"
+        if sum(chunk.length_bytes for chunk in index.chunks) > index.file_bytes or any(
+            chunk.begin_bytes < 0 or chunk.length_bytes < 0 for chunk in index.chunks
+        ):
+            return f"the index of its file {name} names more than that has"
         if files.size(name) != index.file_bytes:
             return f"its file {name} has {files.size(name)} bytes of {index.file_bytes}"
         with files.opened(name) as file:

@@ -16,7 +16,8 @@ from bench.recovery.trial import NotStarted
 from bench.recovery.unicron import Unicron
 from demo.stage import kill_node
 from unicron.cli.cluster import local_cluster
-from unicron.cli.cluster.client import Client, Interrupted, Refused, Unable, Unreachable, connect
+from unicron.cli.cluster.answers import Interrupted
+from unicron.cli.cluster.client import Client, Refused, Unable, Unreachable, connect
 from unicron.cli.cluster.state_dir import StateDir
 
 WHOLE_S_MAX = 120.0

@@ -12,7 +12,8 @@ import rank_trace
 from bench.recovery import watch as eyes
 from bench.recovery.job import NUM_RANKS, Parallel, spec
 from unicron.cli.cluster import local_cluster
-from unicron.cli.cluster.client import Client, Interrupted, Refused, Unable, Unreachable
+from unicron.cli.cluster.answers import Interrupted
+from unicron.cli.cluster.client import Client, Refused, Unable, Unreachable
 from unicron.cli.cluster.local_cluster import ClusterOptions, LocalCluster
 from unicron.cli.cluster.processes import Process
 from unicron.cli.cluster.state_dir import StateDir

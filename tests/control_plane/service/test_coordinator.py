@@ -23,9 +23,10 @@ from structlog.testing import capture_logs
 from unicron.control_plane.decide.replay import verify
 from unicron.control_plane.fold.fold import fold
 from unicron.control_plane.server import steady_clock
-from unicron.control_plane.service.coordinator import Coordinator, Limits
+from unicron.control_plane.service.coordinator import Coordinator
 from unicron.control_plane.service.dead_letters import DeadLetters
 from unicron.control_plane.service.leader import LEASE_S
+from unicron.control_plane.service.limits import Limits
 from unicron.control_plane.state.cluster import DECIDER_VERSION, ClusterState, state_hash
 from unicron.events.errors import Fenced, NewerLog, Unavailable, UsageError
 from unicron.events.log import embedded_server

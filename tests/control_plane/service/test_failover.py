@@ -16,7 +16,8 @@ import pytest
 import replicated_servers
 from replicated_servers import TcpServer
 from structlog.testing import capture_logs
-from unicron.control_plane.service.coordinator import Coordinator, Limits
+from unicron.control_plane.service.coordinator import Coordinator
+from unicron.control_plane.service.limits import Limits
 from unicron.events.errors import Fenced, Unavailable
 from unicron.events.log.identity import SECRET_BYTES, Identities
 from unicron.events.log.redis_streams import RedisLog

@@ -16,7 +16,8 @@ import redis
 from structlog.testing import capture_logs
 from unicron.control_plane.fold.fold import fold
 from unicron.control_plane.service import sealer, snapshots, usage_files
-from unicron.control_plane.service.coordinator import Coordinator, Limits
+from unicron.control_plane.service.coordinator import Coordinator
+from unicron.control_plane.service.limits import Limits
 from unicron.control_plane.state.cluster import ClusterState, state_hash
 from unicron.events.errors import CorruptLog, Pruned, Unavailable
 from unicron.events.log.redis_streams import RedisLog

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 
@@ -44,6 +44,7 @@ from unicron.events.records.reports import (
 )
 from unicron.events.records.types import FaultKind, Labels
 from unicron.workers.agent.agent import LOOK_S
+from unicron.workers.agent.delivery import join as join_module
 from unicron.workers.agent.delivery.join import join
 from unicron.workers.agent.delivery.log_link import CALL_S_MAX
 from unicron.workers.host import linux
@@ -299,6 +300,31 @@ async def test_an_unreachable_control_plane_is_tried_and_then_named() -> None:
             s_max=0.5,
         )
     assert 0.1 < time.monotonic() - began < LIMIT_S
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 100_000, "sends an invalid answer"),
+        (b"HTTP/1.1 200 OK\r\n\r\n\xff", "sends an invalid answer"),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + bytes(join_module.ANSWER_BYTES_MAX + 1), "sends more than"),
+        (b"HTTP/1.1 307 Follow\r\nContent-Length: 0\r\n\r\n", "refuses to let n1 join"),
+        (b"HTTP/1.1 400 No\r\n\r\n" + b"[" * 100_000, "refuses to let n1 join"),
+    ],
+    ids=["deep", "no text", "endless", "nowhere", "deep problem"],
+)
+async def test_any_answer_to_a_join_is_one_error(answer: bytes, says: str) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        with suppress(ConnectionError):
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(UsageError, match=says):
+            await join(url, TOKEN, node="n1", host="h", incarnation=1, labels=Labels(), s_max=5.0)
 
 
 # --- injected faults, and processes that are suspended -------------------------------------------

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,6 +160,47 @@ def _later(folder: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(found))
 
 
+def _with(what: str, change: Callable[[Any], object]) -> Callable[[Path], object]:
+    """Change where the metadata has `what`, a number or a tensor."""
+
+    def rewrite(folder: Path) -> None:
+        found = pickle.loads((folder / ".metadata").read_bytes())
+        for index, info in found.storage_data.items():
+            if index.fqn.startswith(what):
+                change(info)
+        (folder / ".metadata").write_bytes(pickle.dumps(found))
+
+    return rewrite
+
+
+def _fifo(folder: Path) -> None:
+    path = folder / "__1_0.distcp"
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _endless(info: Any) -> None:
+    info.relative_path, info.offset, info.length = "zero", 0, 1 << 40
+
+
+def _sparse(folder: Path) -> None:
+    _with("numbers", _endless)(folder)
+    with (folder / "zero").open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def _packed(folder: Path) -> None:
+    """A number of which a few bytes become a gigabyte."""
+    with zipfile.ZipFile(folder / "zero", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("archive/data.pkl", bytes(256 << 20))
+
+    def name(info: Any) -> None:
+        info.relative_path, info.offset = "zero", 0
+        info.length = (folder / "zero").stat().st_size
+
+    _with("numbers", name)(folder)
+
+
 class Evil:
     """A pickle that would make a folder."""
 
@@ -181,6 +224,28 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(Evil())),
         r"its \.metadata cannot be read: it would load pathlib\.Path\.mkdir|getattr",
     ),
+    "a file elsewhere": (
+        _with("numbers", lambda info: setattr(info, "relative_path", "../../../etc/passwd")),
+        r"cannot be read: it names a file outside of the folder: '\.\./\.\./",
+    ),
+    "an absolute file": (
+        _with("model", lambda info: setattr(info, "relative_path", "/dev/zero")),
+        r"it names a file outside of the folder: '/dev/zero'",
+    ),
+    "a device": (
+        lambda folder: (
+            _with("numbers", _endless)(folder),
+            (folder / "zero").symlink_to("/dev/zero"),
+        ),
+        r"its file zero: not a regular file",
+    ),
+    "a number of a terabyte": (_sparse, r"has 1099511627776 bytes, at most 67108864 hold it"),
+    "a number that is packed": (_packed, r"cannot be read: it is packed"),
+    "a negative place": (
+        _with("model", lambda info: setattr(info, "offset", -5)),
+        "begins before the file",
+    ),
+    "a pipe": (_fifo, r"its file __1_0\.distcp is cut: it has 0 bytes|not a regular file"),
     "no data": (lambda folder: (folder / "__3_0.distcp").unlink(), r"__3_0\.distcp is missing"),
     "cut data": (
         lambda folder: (folder / "__2_0.distcp").write_bytes(

@@ -25,6 +25,8 @@ from .log_link import backoff_s
 
 JOIN_S_MAX = 60.0
 """How long the join is retried while the server is unreachable or has no leader."""
+ANSWER_BYTES_MAX, PIECE_BYTES = 16 << 20, 1 << 16
+NOT_OURS = "does --url name a unicron control plane?"
 ANSWER_S_MAX = 5.0
 RETRY_S_MAX = 1.0
 
@@ -155,9 +157,13 @@ async def _post(
         )
     except aiohttp.InvalidURL:
         raise UsageError(f"{url!r} is not a URL", "give --url http://HOST:PORT") from None
-    data = await reply.read()
-    if reply.status == 307:
-        raise Leased(reply.headers["Unicron-Follows"])
+    data = bytearray()
+    async for piece in reply.content.iter_chunked(PIECE_BYTES):
+        data += piece
+        if len(data) > ANSWER_BYTES_MAX:
+            raise UsageError(f"{url} sends more than {ANSWER_BYTES_MAX} bytes", NOT_OURS)
+    if reply.status == 307 and (leader := reply.headers.get("Unicron-Follows")):
+        raise Leased(leader)
     if reply.status in (401, 403, 410):
         refused = NodeRevoked if reply.status == 410 else TokenRefused
         raise refused(
@@ -170,7 +176,7 @@ async def _post(
         problem = _problem(data)
         raise UsageError(
             f"{url} refuses to let {body['node']} join: {problem.detail}",
-            problem.hint or "does --url name a unicron control plane?",
+            problem.hint or NOT_OURS,
         )
     try:
         return from_json(data, Joined)
@@ -181,7 +187,7 @@ async def _post(
         ) from None
 
 
-def _problem(data: bytes) -> _Problem:
+def _problem(data: bytearray) -> _Problem:
     """The decoded error body. If it cannot be decoded, the first line of the text."""
     try:
         return from_json(data, _Problem)

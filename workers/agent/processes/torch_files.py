@@ -1,14 +1,13 @@
 """Parses torch's error file and torchrun's failure summary."""
 
-import os
 import re
-import stat
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import msgspec
 
 from ....events.decoding import from_json
+from ....events.regular_files import read_regular
 
 ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 FILE_BYTES_MAX = 1 << 20
@@ -33,20 +32,9 @@ def read(path: Path, uid: int) -> TorchError | None:
     """Read an error file of the user `uid`; None if it is missing or invalid. Never blocks: it
     reads only regular files, of at most FILE_BYTES_MAX."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        return parse(read_regular(path, FILE_BYTES_MAX, follow=False, uid=uid))
     except (OSError, ValueError):
         return None
-    try:
-        found = os.fstat(fd)
-        is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == uid
-        if not is_ours or found.st_size > FILE_BYTES_MAX:
-            return None
-        data = os.read(fd, FILE_BYTES_MAX)
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
-    return parse(data)
 
 
 def parse(data: bytes) -> TorchError | None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ....events.errors import UsageError
+from ....events.regular_files import read_regular
 from ..dependencies.private_torch import tensor_of_pickle
 from ..model import training_state
 from ..model.exact_sum import FIRST_BITS
@@ -31,24 +32,13 @@ from ..recovery.resharding import Region, Shard, intersection
 from ..recovery.state_shards import StackedName
 from .megatron_format import MASTER, SHARDED_MASTER, TRACKER, iteration_folder, translated
 from .share import name_of
-from .stored_state import Damaged, StoredState
+from .stored_state import UNREADABLE, Damaged, StoredState, check_unpacked
 
 RELEASE = "release"
 """In place of an iteration: weights without the state of a training."""
 ALIGNED_NUM = 64
 """Megatron's distributed optimizer places each parameter at a multiple of this many elements."""
-UNREADABLE = (
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    pickle.UnpicklingError,
-)
-"""What damaged bytes make of an unpickler."""
+COMMON_BYTES_MAX, TRACKER_BYTES_MAX = 1 << 30, 1 << 12
 HINT = "name a complete checkpoint with --load, or write its iteration into its " + TRACKER
 _BUCKET = re.compile(
     r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.*"
@@ -99,24 +89,25 @@ def plain_values(data: bytes) -> Any:
     plain = types.ModuleType("plain")
     vars(plain).update(Unpickler=_PlainUnpickler, load=pickle.load)
     try:
+        check_unpacked(data)
         return torch.load(
             io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=plain
         )
-    except UNREADABLE as error:
+    except (*UNREADABLE, MemoryError) as error:
         raise ValueError(" ".join(str(error).split())[:200]) from None
 
 
 def newest(folder: str) -> str:
     """The name of the newest complete checkpoint in the folder; "": none. Raises UsageError."""
     try:
-        text = (Path(folder) / TRACKER).read_text().strip()
+        text = read_regular(Path(folder) / TRACKER, TRACKER_BYTES_MAX).decode(errors="replace")
     except FileNotFoundError:
         return ""
     except OSError as error:
         raise UsageError(f"{folder} cannot be read: {error.strerror}", HINT) from None
-    if text == RELEASE:
+    if (text := text.strip()) == RELEASE:
         return RELEASE
-    if not text.isdecimal():
+    if not re.fullmatch("[0-9]{1,18}", text):
         raise UsageError(f"{folder}/{TRACKER} has {text[:40]!r}, not an iteration", HINT)
     return iteration_folder(int(text))
 
@@ -136,15 +127,15 @@ class MegatronState:
                 )
             raise UsageError(f"{path} has no common.pt: it is not complete", HINT)
         try:
-            common = plain_values((Path(path) / "common.pt").read_bytes())
-        except (OSError, ValueError) as error:
+            common = plain_values(read_regular(Path(path) / "common.pt", COMMON_BYTES_MAX))
+            self._common: dict[str, Any] = common if isinstance(common, dict) else {}
+            self.iteration = int(self._common.get("iteration", 0))
+            args = self._common.get("args")
+            self.args: Mapping[str, Any] = vars(args) if args is not None else {}
+            """The arguments of the run that wrote it."""
+            self.flops = float(self._common.get("num_floating_point_operations_so_far", 0.0))
+        except (OSError, TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"{path}/common.pt cannot be read: {error}", HINT) from None
-        self._common: dict[str, Any] = common if isinstance(common, dict) else {}
-        self.iteration = int(self._common.get("iteration", 0))
-        args = self._common.get("args")
-        self.args: Mapping[str, Any] = vars(args) if args is not None else {}
-        """The arguments of the run that wrote it."""
-        self.flops = float(self._common.get("num_floating_point_operations_so_far", 0.0))
         self._stored: StoredState | None = None
 
     def check(self) -> None:

@@ -1,13 +1,19 @@
 """Reads a checkpoint by regions of the whole tensors, into the live tensors of any layout.
 
 Nothing that a checkpoint contains is executed: of pickles only torch's metadata classes are read.
+It may come from somebody else: it names files of its own folder only, and what is read of them is
+no larger than its tensors are.
 """
 
+import errno
 import io
 import pathlib
 import pickle
+import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from math import prod
 from typing import IO, Any, NamedTuple
 
 import torch
@@ -15,15 +21,20 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata, planner
 
 from ....events.errors import UsageError
-from ....events.object_storage import COMPLETE_MARK, PathStore, Store
+from ....events.object_storage import COMPLETE_MARK, PathStore, Store, reason
 from ....events.spec.job import is_url
 from ...host.checkpoint_index import read_index
 from ..dependencies.private_torch import classes_of_metadata
-from ..recovery.regions import State, cut, kind_of
+from ..recovery.regions import State, cut, kind_of, shape_of, torch_dtype
 from ..recovery.resharding import Dims, Region, intersection
 from .share_files import FORMAT_KEY, FORMAT_NUM, NUMBERS
 
 ANOTHER = "name another checkpoint"
+VALUE_BYTES_MAX = 64 << 20
+"""Of a number, or another plain value."""
+_PARTS_BYTES_MAX = 1 << 20
+"""What torch.save writes beside a tensor."""
+_NO_FILE = frozenset({errno.EINVAL, errno.EISDIR, errno.ENOENT, errno.ENXIO})
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{
         (metadata.__name__, name): getattr(metadata, name)
@@ -54,6 +65,20 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 """What a pickle of `.metadata` may name, beside torch's dtypes. None of these runs code."""
 
 
+UNREADABLE = (
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+)
+"""What damaged bytes make of an unpickler."""
+
+
 class _Place(NamedTuple):
     region: Region
     file: str
@@ -77,6 +102,38 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 class Damaged(OSError):
     """The checkpoint or a part of it is missing, or is not what its metadata says."""
+
+
+def check_unpacked(data: bytes) -> None:
+    """Raise ValueError if a file of torch.save is packed, which torch never does: a few bytes could
+    become many."""
+    if data.startswith(b"PK"):
+        with zipfile.ZipFile(io.BytesIO(data)) as file:
+            if sum(part.file_size for part in file.infolist()) > len(data):
+                raise ValueError("it is packed")
+
+
+def _region(chunk: Any, num_dims: int) -> Region:
+    region = Region(tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes)))
+    if not len(region.offset) == len(region.shape) == num_dims:
+        raise ValueError("a part of a tensor has other dims than the tensor")
+    return region
+
+
+def _place(region: Region, info: Any) -> _Place:
+    """Where a part is. Raises ValueError for a file that is not directly in the folder."""
+    place = _Place(region, str(info.relative_path), int(info.offset), int(info.length))
+    if "/" in place.file or place.file in ("", ".", ".."):
+        raise ValueError(f"it names a file outside of the folder: {place.file[:80]!r}")
+    if min(place.begin_bytes, place.length_bytes) < 0:
+        raise ValueError(f"a part of its file {place.file} begins before the file")
+    return place
+
+
+def _bytes_max(kind: str, region: Region) -> int:
+    """How long a part of a tensor of this kind may be in its file."""
+    num = min(region.num_elements, prod(shape_of(kind)))
+    return 2 * num * torch_dtype(kind).itemsize + _PARTS_BYTES_MAX
 
 
 class StoredState:
@@ -113,26 +170,12 @@ class StoredState:
                         f"{str(stored.properties.dtype).removeprefix('torch.')} "
                         f"{'x'.join(map(str, stored.size))}"
                     )
-                    regions = [
-                        Region(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks
-                    ]
+                    regions = [_region(chunk, len(stored.size)) for chunk in stored.chunks]
                 infos = [places[key, region.offset] for region in regions]
                 self._chunks[key] = [
-                    _Place(region, str(info.relative_path), int(info.offset), int(info.length))
-                    for region, info in zip(regions, infos, strict=True)
+                    _place(region, info) for region, info in zip(regions, infos, strict=True)
                 ]
-        except (
-            pickle.UnpicklingError,
-            EOFError,
-            ValueError,
-            IndexError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            MemoryError,
-            OverflowError,
-            RecursionError,
-        ) as error:
+        except (*UNREADABLE, MemoryError) as error:
             raise self._damaged(
                 f"its {COMPLETE_MARK} cannot be read: {' '.join(str(error).split())}"
             ) from None
@@ -163,8 +206,8 @@ class StoredState:
     def value(self, key: str) -> Any:
         """A number, or any other plain value."""
         (place,) = self._chunks[key]
-        with self._files.opened(place.file) as file:
-            return self._load(file, place)
+        with self._opened(place.file) as file:
+            return self._load(file, place, VALUE_BYTES_MAX)
 
     def check(self, want: State) -> None:
         """Check that the checkpoint has these shards and that its files are complete. Call
@@ -220,9 +263,10 @@ class StoredState:
         for place in takers:
             by_file.setdefault(place.file, []).append(place)
         for name, places in by_file.items():
-            with self._files.opened(name) as file:
+            with self._opened(name) as file:
                 for place in sorted(places, key=lambda place: place.begin_bytes):
-                    chunk = self._load(file, place)
+                    kind = self.kinds[takers[place][0][0]]
+                    chunk = self._load(file, place, _bytes_max(kind, place.region))
                     for key, part, region, tensor in takers[place]:
                         self._check_chunk(key, place, chunk)
                         cut(tensor, region, part).copy_(cut(chunk, place.region, part))
@@ -236,7 +280,25 @@ class StoredState:
         ):
             raise self._damaged(f"a part of {key} in {place.file} is not what its metadata says")
 
-    def _load(self, file: IO[bytes], place: _Place) -> Any:
+    @contextmanager
+    def _opened(self, name: str) -> Generator[IO[bytes]]:
+        try:
+            context = self._files.opened(name)
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                raise self._damaged(f"its file {name}: {reason(error)}") from None
+            raise
+        with context as file:
+            yield file
+
+    def _load(self, file: IO[bytes], place: _Place, bytes_max: int) -> Any:
+        if place.length_bytes > bytes_max:
+            raise self._damaged(
+                f"a part of its file {place.file} has {place.length_bytes} bytes, at most "
+                f"{bytes_max} hold it"
+            )
+        if file.seek(0, io.SEEK_END) < place.begin_bytes + place.length_bytes:
+            raise self._damaged(f"its file {place.file} is cut")
         file.seek(place.begin_bytes)
         data = file.read(place.length_bytes)
         expected = self._checksums_of(place.file).get(place.begin_bytes)
@@ -245,8 +307,9 @@ class StoredState:
         if expected is not None and zlib.crc32(data) != expected:
             raise self._damaged(f"its file {place.file} was altered: a checksum is wrong")
         try:
+            check_unpacked(data)
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        except UNREADABLE as error:
             why = " ".join(str(error).split())[:200]
             raise self._damaged(f"a part of its file {place.file} cannot be read: {why}") from None
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from ....events.errors import UsageError
+from ....events.regular_files import open_regular
 from .random_draws import seed_of
 
 END_CODE = 0
@@ -62,7 +63,8 @@ def load(paths: Sequence[str], sequence: int) -> Text:
 
 def _read(path: str) -> bytes:
     try:
-        return Path(path).read_bytes()
+        with open_regular(Path(path)) as file:
+            return file.read()
     except OSError as error:
         raise UsageError(
             f"train.data: {path}: {error.strerror}", "every node needs the files at the same paths"
