@@ -32,6 +32,7 @@ from ...events.records import codec, reports, types
 from ...events.records.envelope import Record
 from ...events.records.types import Body
 from ...events.spec import job
+from ...events.whole_numbers import whole_number
 from ..fold.fold import fold
 from ..history.history import usage
 from ..history.timeline import COPY_RECORDS, Timeline
@@ -977,9 +978,9 @@ def _too_large() -> Refusal:
 
 def number(text: str) -> int:
     """The number of a task or an incident. Raises Refusal."""
-    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+    if (found := whole_number(text)) is None:
         raise Refusal(400, f"{text[:40]!r} is not a number", "for example 41")
-    return int(text)
+    return found
 
 
 def _checked_input(request: web.Request) -> Check:

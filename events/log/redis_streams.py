@@ -29,6 +29,7 @@ from ..records import codec
 from ..records.envelope import Record, Report, order_nodes
 from ..spec.job import NAME
 from ..spec.policy import Policy
+from ..whole_numbers import whole_number
 from . import durability
 from .identity import (
     Identities,
@@ -687,16 +688,17 @@ class RedisLog:
                 some, values[::3], values[1::3], values[2::3], strict=True
             ):
                 # An age is never taken twice: the server's clock may be set back.
-                if not entry or self._beat_ids.get(node) == entry or not incarnation.isdigit():
+                number = whole_number(incarnation)
+                if not entry or self._beat_ids.get(node) == entry or number is None:
                     continue
                 self._beat_ids[node] = entry
                 at_s = int(entry.partition(b"-")[0]) / 1e3
                 found.append(
                     Heartbeat(
                         node=node,
-                        incarnation=int(incarnation),
+                        incarnation=number,
                         age_s=max(0.0, now_s - at_s),
-                        num_spooled=int(spooled[:9]) if spooled.isdigit() else 0,
+                        num_spooled=whole_number(spooled[:9]) or 0,
                     )
                 )
         return found

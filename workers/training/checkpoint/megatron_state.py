@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ....events.errors import UsageError
+from ....events.whole_numbers import whole_number
 from ..dependencies.private_torch import tensor_of_pickle
 from ..model import training_state
 from ..model.exact_sum import FIRST_BITS
@@ -116,9 +117,9 @@ def newest(folder: str) -> str:
         raise UsageError(f"{folder} cannot be read: {error.strerror}", HINT) from None
     if text == RELEASE:
         return RELEASE
-    if not text.isdecimal():
+    if (iteration := whole_number(text)) is None:
         raise UsageError(f"{folder}/{TRACKER} has {text[:40]!r}, not an iteration", HINT)
-    return iteration_folder(int(text))
+    return iteration_folder(iteration)
 
 
 class MegatronState:
