@@ -987,9 +987,9 @@ def _too_large() -> Refusal:
 
 def number(text: str) -> int:
     """The number of a task or an incident. Raises Refusal."""
-    if (found := whole_number(text)) is None:
+    if (value := whole_number(text)) is None:
         raise Refusal(400, f"{text[:40]!r} is not a number", "for example 41")
-    return found
+    return value
 
 
 def _checked_input(request: web.Request) -> Check:

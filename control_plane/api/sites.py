@@ -19,10 +19,10 @@ class Site(NamedTuple):
 
 def site_of(scheme: str, authority: str) -> Site | None:
     """The site at `HOST[:PORT]`, as a Host header has it; None for another text."""
-    found = _AUTHORITY.fullmatch(authority)
-    if found is None or scheme not in _PORTS:
+    parts = _AUTHORITY.fullmatch(authority)
+    if parts is None or scheme not in _PORTS:
         return None
-    return Site(scheme, found[1].lower(), int(found[2] or _PORTS[scheme]))
+    return Site(scheme, parts[1].lower(), int(parts[2] or _PORTS[scheme]))
 
 
 def names(site: Site, own: Container[str]) -> bool:
