@@ -23,12 +23,17 @@ HEAD = """\
 # Written by `make lock` from pyproject.toml and constraints.txt: do not edit. What a host needs to
 # run Unicron, in the versions of constraints.txt, with the SHA-256 of each file on PyPI:
 #   pip install --require-hashes --no-deps -r requirements-locked.txt
-#   pip install -c constraints.txt torch==2.13.0
+#   pip install -c constraints.txt torch=={torch}
 #   pip install --no-deps --no-build-isolation .
 # torch is pinned by its version alone: which file that is depends on the index, PyPI's build for
 # CUDA or a build for the CPU. So are the packages that only the build for CUDA brings: torch pins
 # them itself. All else that torch needs is here, so that the second line does not fetch it.
 """
+
+
+def head() -> str:
+    """The beginning of the lock."""
+    return HEAD.format(torch=pins(PINS.read_text(encoding="utf-8"))[TORCH])
 
 
 class Locked(NamedTuple):
@@ -87,7 +92,7 @@ def main() -> None:
             sys.exit(done.returncode)
         locked = made.read_text(encoding="utf-8")
     read(locked)
-    LOCK.write_text(HEAD + locked, encoding="utf-8")
+    LOCK.write_text(head() + locked, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import re
 import tomllib
 
 import pytest
-from locked_packages import BESIDE_TORCH, EXTRAS, HEAD, LOCK, PINS, ROOT, TORCH, pins, read
+from locked_packages import BESIDE_TORCH, EXTRAS, LOCK, PINS, ROOT, TORCH, head, pins, read
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -67,8 +67,8 @@ def test_the_lock_has_all_that_its_packages_need() -> None:
 
 
 def test_the_lock_names_no_index_and_no_address() -> None:
-    assert TEXT.startswith(HEAD)
-    body = TEXT.removeprefix(HEAD)
+    assert TEXT.startswith(head()), "make lock"
+    body = TEXT.removeprefix(head())
     for word in ("://", "index", "find-links", "trusted", "@", "#"):
         assert word not in body
 
