@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-hosts demo-slurm test test-real test-thorough simulation mutants fuzz fuzz-api confusion fault-matrix chaos-training chaos-blame bench-recovery bench-peers-check bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-log chaos-log bench-overhead bench-web bench-paper megatron-lm gpu-check golden-log figures disasters check types docs web test-web screenshots wheel clean
+.PHONY: help setup demo demo-hosts demo-slurm test test-real test-thorough simulation mutants fuzz fuzz-api confusion fault-matrix chaos-training chaos-blame bench-recovery bench-peers-check bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-log chaos-log bench-overhead bench-web bench-paper megatron-lm gpu-check golden-log figures disasters check types docs web test-web screenshots lock base-image wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -215,6 +215,14 @@ screenshots: setup types web ## the dashboard's views, light, dark and phone, fr
 	@tests/browser/install.sh
 	@test -e "$(LOG)" || $(MAKE) demo
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m browser.screenshots $(LOG)
+
+lock: setup ## write requirements-locked.txt anew, with the digests that PyPI has (after a pin has changed)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m locked_packages
+
+BASE = $(shell sed -n 's/^ARG BASE=//p' deploy/Containerfile)
+base-image: ## ask the registry for the digest of the image's base, as an argument of podman build (needs skopeo)
+	@digest=$$(skopeo inspect --no-tags --format '{{.Digest}}' "docker://$(BASE)") && \
+		echo "--build-arg BASE=$(firstword $(subst :, ,$(BASE)))@$$digest"
 
 wheel: setup ## build the wheel into dist/
 	@$(PIP) wheel --no-deps --no-build-isolation -w dist .

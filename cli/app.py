@@ -69,7 +69,8 @@ app.add_typer(file_tools)
 
 STATE: dict[str, tuple[Any, object]] = {"state": (State, None)}
 CA: dict[str, tuple[Any, object]] = {"ca": (Ca, None)}
-TARGET = STATE | {"url": (Url, None)} | CA
+INSECURE: dict[str, tuple[Any, object]] = {"insecure": (Insecure, False)}
+TARGET = STATE | {"url": (Url, None)} | CA | INSECURE
 OUTPUT: dict[str, tuple[Any, object]] = {"output": (Form, "text")}
 
 
@@ -85,7 +86,8 @@ def calls(
 
     def declare(declared: Callable[..., None]) -> Callable[..., None]:
         def command(**given: Any) -> object:
-            given.pop("ca", None)  # the option has stored it
+            for stored in ("ca", "insecure"):  # by the options themselves
+                given.pop(stored, None)
             if "state" in given:
                 given["state"] = folder(given["state"])
             if "output" in given:
@@ -281,7 +283,6 @@ def agent(
         ),
     ] = "",
     host: Annotated[str, typer.Option("--host", hidden=True)] = "",  # the name before 0.3
-    insecure: Insecure = False,
     label: Annotated[
         list[str] | None,
         typer.Option(
@@ -353,7 +354,7 @@ def agent(
     """Run the agent of one node; it joins the control plane by HTTP."""
 
 
-@calls(app, "commands.serve.control_plane", STATE | CA, name="control-plane")
+@calls(app, "commands.serve.control_plane", STATE | CA | INSECURE, name="control-plane")
 def control_plane(
     listen: Annotated[
         str,
@@ -378,7 +379,6 @@ def control_plane(
         ),
     ] = None,
     tls_key: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
-    insecure: Insecure = False,
     cluster: Annotated[str, typer.Option(metavar="NAME")] = "default",
     policy: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
     observe: Annotated[bool, typer.Option("--observe")] = False,
@@ -416,6 +416,7 @@ def submit(
     state: State = None,
     url: Url = None,
     ca: Ca = None,
+    insecure: Insecure = False,
     output: Form = "text",
 ) -> None:
     """Submit tasks. While `up` starts, it waits."""
@@ -711,6 +712,7 @@ def plan(
     state: State = None,
     url: Url = None,
     ca: Ca = None,
+    insecure: Insecure = False,
     output: Form = "text",
 ) -> None:
     """Show which task gets how many GPUs, why, and the alternatives; or a dry run."""

@@ -17,6 +17,8 @@ from .errors import UsageError
 
 CA = "UNICRON_CA"
 """Environment variable: an authority, as --ca names it."""
+INSECURE = "UNICRON_INSECURE"
+"""Environment variable: 1 allows what --insecure allows."""
 HANDSHAKE_S_MAX = 10.0
 _CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")
@@ -38,6 +40,15 @@ def is_plain(url: str) -> bool:
         parts.scheme in ("http", "redis")
         and not network_address.is_loopback(parts.hostname or "localhost")
     )
+
+
+def check_plain(what: str, *, insecure: bool) -> None:
+    """Raises UsageError unless the user accepts that `what` crosses a network unencrypted."""
+    if not insecure:
+        raise UsageError(
+            f"{what}: tokens and reports would cross the network unencrypted",
+            "use TLS: unicron certs init; or --insecure on a network that you trust",
+        )
 
 
 def may_follow(pointer: str, at: str, *, by_socket: bool) -> bool:

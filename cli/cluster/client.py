@@ -25,6 +25,7 @@ from ...events.decoding import from_json
 from ...events.errors import Leased, UnicronError, UsageError
 from ...events.log import embedded_server
 from ...events.private_files import read_private
+from ...events.secret_environment import TOKEN, URL
 from . import answers, processes
 from .answers import Interrupted, NotAControlPlane
 from .state_dir import StateDir, default, opened, read_json
@@ -70,7 +71,8 @@ class Client:
     a follower, and writes are tried again for FIND_S_MAX, with the same key.
     `socket`: the path of its unix socket, used instead of the address in `url`. `ca`: the
     authorities (PEM) that it trusts at https://; "": the system's. `away`: says what is away if
-    nobody answers."""
+    nobody answers. `insecure`: the token may cross a network unencrypted. Raises UsageError for a
+    URL that would need that, also where a follower points to one."""
 
     ca = ""
 
@@ -81,6 +83,8 @@ class Client:
         hint: str = "unicron up",
         socket: str = "",
         away: Callable[[], str] = str,
+        *,
+        insecure: bool = False,
     ) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         try:
@@ -92,9 +96,12 @@ class Client:
                 f"{url!r} is not a control plane's address",
                 "for example --url http://127.0.0.1:8420",
             )
-        self.url, self.socket = url, socket
+        self.url, self.socket = parts.geturl(), socket
         self.is_secure = parts.scheme == "https"
         self.host, self.port = parts.hostname, port
+        if not (self.is_secure or socket or network_address.is_loopback(self.host)):
+            tls.check_plain(url, insecure=insecure)
+        self.insecure = insecure
         self.token, self._hint, self._away = token, hint, away
         self.others: Sequence[Client] = ()
         self.leader: Client | None = None
@@ -252,7 +259,7 @@ class Client:
         known = next((one for one in (self, *self.others) if one.url == url), None)
         if known or not tls.may_follow(url, self.url, by_socket=bool(self.socket)):
             return known
-        found = Client(url, self.token, self._hint)
+        found = Client(url, self.token, self._hint, insecure=self.insecure)
         found.ca = self.ca
         return found
 
@@ -331,18 +338,22 @@ def connect(state: StateDir | None = None, urls: Urls = None) -> Client:
     """A client of the control planes of --url or $UNICRON_URL, else of those of the state folder by
     their sockets, or by their URLs if the folder is that of another host, which shares it.
 
-    The token is $UNICRON_TOKEN, else that of the state folder.
+    The token is that of the state folder. $UNICRON_TOKEN goes to --url and $UNICRON_URL alone: the
+    folder may be another person's, and name any address.
     """
     state = state or opened(default())
     files = running_here(state)
-    given = urls or [url for url in os.environ.get("UNICRON_URL", "").split(",") if url]
+    given = named = urls or [url for url in os.environ.get(URL, "").split(",") if url]
     host, ca = platform.node(), ""
-    if far := [] if given else [file for file in files if file.get("host", host) != host]:
+    if far := [] if named else [file for file in files if file.get("host", host) != host]:
         given, ca = [str(file["url"]) for file in far], str(far[0].get("ca", ""))
-    token = os.environ.get("UNICRON_TOKEN") or (str(files[0].get("token", "")) if files else "")
+    token = str(files[0].get("token", "")) if files else ""
+    if named:
+        token = os.environ.get(TOKEN) or token
+    insecure = bool(os.environ.get(tls.INSECURE))
     if given:
         hint = "check --url or $UNICRON_URL, and that unicron up runs there"
-        first, *first.others = (Client(url, token, hint) for url in given)
+        first, *first.others = (Client(url, token, hint, insecure=insecure) for url in given)
         for one in (first, *first.others):
             if one.is_secure:
                 with suppress(Unreachable):
@@ -367,7 +378,14 @@ def connect(state: StateDir | None = None, urls: Urls = None) -> Client:
         start = "unicron up restarts it: try again in a few seconds"
     # The socket is in a folder that only its owner can enter. The port may be a stranger's by now.
     first, *first.others = (
-        Client(str(file["url"]), token, start, str(file.get("socket", "")), partial(_away, state))
+        Client(
+            str(file["url"]),
+            token,
+            start,
+            str(file.get("socket", "")),
+            partial(_away, state),
+            insecure=insecure,
+        )
         for file in files
     )
     return first

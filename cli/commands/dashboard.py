@@ -7,6 +7,7 @@ import time
 import webbrowser
 from pathlib import Path
 
+from ...events import tls
 from ...events.errors import UsageError
 from ..cluster.client import Urls, connect
 from ..cluster.state_dir import StateDir, opened
@@ -16,10 +17,14 @@ PART_RECORDS, SAY_S = 2_000, 5.0
 
 
 def open_page(state: StateDir, url: Urls, *, role: str, print_only: bool) -> None:
-    """Print and open a URL that lets one browser in, once, within a minute."""
+    """Print and open a URL that lets one browser in, once, within a minute. Raises UsageError if
+    the code and what the browser then does would cross a network unencrypted."""
     client = connect(state, url)
     code = client.post("/v1/sessions/codes", {"role": role})["code"]
-    _show(f"{(client.leader or client).url.rstrip('/')}/#code={code}", print_only)
+    at = (client.leader or client).url
+    if tls.is_plain(at):
+        tls.check_plain(at, insecure=client.insecure)
+    _show(f"{at.rstrip('/')}/#code={code}", print_only)
 
 
 def view(path: Path, *, port: int, print_only: bool) -> None:

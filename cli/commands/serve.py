@@ -55,7 +55,6 @@ def control_plane(
     port: int,
     tls_cert: Path | None,
     tls_key: Path | None,
-    insecure: bool,
     cluster: str,
     policy: Path | None,
     observe: bool,
@@ -76,10 +75,10 @@ def control_plane(
     if (tls_cert is None) != (tls_key is None):
         raise UsageError("--tls-cert and --tls-key go together", "unicron certs init makes both")
     is_open = not network_address.is_loopback(address)
-    if is_plain := is_open and tls_cert is None:
-        _allow_plain(f"--listen {listen}", insecure)
-    if tls.is_plain(redis_url):
-        is_plain = _allow_plain("the log's server without TLS", insecure)
+    plain = [f"--listen {listen}"] * (is_open and tls_cert is None)
+    plain += ["the log's server without TLS"] * tls.is_plain(redis_url)
+    for what in plain:
+        tls.check_plain(what, insecure=bool(os.environ.get(tls.INSECURE)))
     server_of = urlsplit(network_address.split_sentinels(redis_url)[1])
     if (
         not redis_url
@@ -108,7 +107,7 @@ def control_plane(
                 port=port,
                 cluster=cluster,
                 certificate=shown,
-                insecure=is_plain,
+                insecure=bool(plain),
                 name=name,
                 shared_password=shared_password,
                 segments=segments,
@@ -124,9 +123,12 @@ def control_plane(
 
 def webhook(path: Path) -> str:
     """The URL in a file that only this user may read. Raises OSError and UsageError."""
-    from ...control_plane.api.notifications import check_url
+    from ...control_plane.api.notifications import SLACK, check_url
 
-    return check_url(read_private(path).decode(errors="replace"))
+    url = check_url(read_private(path).decode(errors="replace"))
+    if tls.is_plain(url.removeprefix(SLACK)):  # who knows the URL can write there
+        tls.check_plain("the webhook of --notify", insecure=bool(os.environ.get(tls.INSECURE)))
+    return url
 
 
 def agent(
@@ -137,7 +139,6 @@ def agent(
     slots: int,
     advertise: str,
     host: str,
-    insecure: bool,
     redis: str,
     label: Sequence[str] | None,
     no_watch: bool,
@@ -158,8 +159,6 @@ def agent(
     labels = types.parse_labels(label or ())
     own = own_checks(checks, checks_every, checks_limit)
     client = _control_plane(state, url)
-    if not client.is_secure and not network_address.is_loopback(client.host):
-        _allow_plain(client.url, insecure)
     ca = client.ca or authority(client.host, client.port, state)
     if not client.socket:
         with suppress(Refused, Unreachable, Unable):  # joining waits for it, and has its own token
@@ -185,7 +184,7 @@ def agent(
                 watch=not no_watch,
                 checks=own,
                 ca=ca,
-                insecure=insecure,
+                insecure=client.insecure,
                 run_as=run_as,
                 kubernetes=kubernetes,
                 drain_s_max=drain_limit,
@@ -239,16 +238,6 @@ def advertised_address(advertise: str, client: Client) -> str:
         raise UsageError(
             f"{client.url} cannot be reached: {why}", "give --advertise ADDRESS, or another --url"
         ) from None
-
-
-def _allow_plain(what: str, insecure: bool) -> bool:
-    """True if the user accepts plain connections to other hosts, else raise UsageError."""
-    if not insecure:
-        raise UsageError(
-            f"{what}: tokens and reports would cross the network unencrypted",
-            "use TLS: unicron certs init; or --insecure on a network that you trust",
-        )
-    return True
 
 
 def own_checks(

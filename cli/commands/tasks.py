@@ -13,6 +13,7 @@ from ...control_plane.api.needs import ENDED
 from ...events.errors import UnicronError, UsageError
 from ...events.network_address import is_loopback
 from ...events.spec.job import JobSpec, Slots
+from ...events.whole_numbers import whole_number
 from ..cluster.answers import Interrupted
 from ..cluster.client import Client, Refused, Unable, Unreachable, Urls, connect
 from ..cluster.local_cluster import START_S_MAX
@@ -184,10 +185,10 @@ def wait(
 
 def incident_id(text: str, hint: str = "for example 41 or inc-41") -> int:
     """`41` or `inc-41`. Raises UsageError."""
-    digits = text.removeprefix("inc-")
-    if not digits.isdecimal():
-        raise UsageError(f"{text!r} is not an incident", hint)
-    return int(digits)
+    number = whole_number(text.removeprefix("inc-"))
+    if number is None:
+        raise UsageError(f"{text[:40]!r} is not an incident", hint)
+    return number
 
 
 def number_of(client: Client, view: Plain, wanted: str) -> int:

@@ -5,7 +5,7 @@ import secrets
 import shlex
 from urllib.parse import quote
 
-from ...events import network_address
+from ...events import network_address, tls
 from ...events.errors import UsageError
 from ..cluster.client import Client, Urls, connect
 from ..cluster.state_dir import StateDir
@@ -118,7 +118,7 @@ def join_command(client: Client, secret: str, node: str, cluster: Plain) -> str:
         *(word for url in urls for word in ("--url", url)),
         *(["--ca", cluster["ca"]] if cluster["ca"] else []),
     ]
-    if not client.is_secure and not network_address.is_loopback(client.host):
+    if any(map(tls.is_plain, urls)):
         words.append("--insecure")
     return f"UNICRON_TOKEN={secret} {shlex.join(words + (['--node', node] if node else []))}"
 

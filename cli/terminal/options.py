@@ -28,6 +28,15 @@ def _trusted(text: str | None) -> str | None:
     return text
 
 
+def _accepted(given: bool) -> bool:
+    """What --insecure allows this process and those that it starts."""
+    if given:
+        os.environ[tls.INSECURE] = "1"
+    else:
+        os.environ.pop(tls.INSECURE, None)
+    return given
+
+
 COMPLETE_S_MAX = 0.7
 """A shell waits for the names no longer."""
 
@@ -139,7 +148,12 @@ Reason = Annotated[
 Insecure = Annotated[
     bool,
     typer.Option(
-        "--insecure", help="Talk to other hosts without encryption: on a network that you trust."
+        "--insecure",
+        envvar=tls.INSECURE,
+        show_envvar=False,
+        callback=_accepted,
+        help="Talk to other hosts without encryption, on a network that you trust "
+        "[$UNICRON_INSECURE=1].",
     ),
 ]
 Checks = Annotated[

@@ -34,6 +34,7 @@ from ...events.records import codec, reports, types
 from ...events.records.envelope import Record, Report
 from ...events.records.types import Body
 from ...events.spec import job
+from ...events.whole_numbers import whole_number
 from ..fold.fold import fold
 from ..history.history import usage
 from ..history.timeline import COPY_RECORDS, Timeline
@@ -52,6 +53,7 @@ from .messages import ListQuery, Nothing, Page, Written
 from .metrics import Metrics
 from .requests import Reason, Refusal
 from .sessions import Sessions
+from .sites import names, site_of
 from .tokens import Token, Tokens, may
 from .view import state_in_words, view
 from .what_if import WhatIfs
@@ -73,7 +75,6 @@ FOLD_S_MAX = 30.0
 """Time limit for folding the log to a past record."""
 EXTEND_S_MAX = 1.5
 """How long one request reads the log for the timeline; the rest is read behind it."""
-ADDRESS = re.compile(r"^([\d.]+|\[[^\]]*:[^\]]*\])(:\d*)?$")
 KEY = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
 
 STATUSES: dict[type[UnicronError], int] = {
@@ -734,6 +735,10 @@ class HttpApi:
 
     # --- sessions of browsers ---
     async def new_code(self, call: Call[Nothing, messages.NewCode]) -> messages.NewCodeMade:
+        if self.sessions.find(_secret_of(call.request)) is not None:
+            raise Refusal(
+                403, "a session makes no codes: it ends when it ends", "with a token: unicron open"
+            )
         code, of = self.sessions.code(call.caller, call.body.role)
         return {"code": code, "expires_s": of.expires_s}
 
@@ -742,7 +747,7 @@ class HttpApi:
         return {"secret": secret, "name": one.name, "role": one.role, "expires_s": one.expires_s}
 
     async def end_session(self, call: Call[Nothing, Nothing]) -> Nothing:
-        self.sessions.end(call.request.headers["Authorization"].partition(" ")[2])
+        self.sessions.end(_secret_of(call.request))
         return Nothing()
 
     # --- dead letters: of the leader's folder ---
@@ -935,8 +940,8 @@ class HttpApi:
 
     def _admit(self, request: web.Request) -> None:
         """Raises Refusal, by the headers alone."""
-        host = request.headers.get("Host", "localhost")
-        if host.partition(":")[0].lower() not in self._names and not ADDRESS.match(host):
+        here = site_of(request.scheme, request.headers.get("Host", "localhost"))
+        if here is None or not names(here, self._names):
             # In a browser, a page of another name that now stands for our address (DNS rebinding).
             raise Refusal(
                 421,
@@ -944,7 +949,7 @@ class HttpApi:
                 "use this host's address, or start the control plane with --advertise NAME",
             )
         origin = request.headers.get("Origin")
-        if origin is not None and origin.partition("://")[2].lower() != host.lower():
+        if origin is not None and site_of(*origin.lower().partition("://")[::2]) != here:
             raise Refusal(403, "the Origin header names another site", "unicron open")
         if "Content-Encoding" in request.headers:
             raise Refusal(415, "the body has a Content-Encoding", "send it as plain JSON")
@@ -1001,6 +1006,11 @@ def _signed(caller: Token, bodies: Sequence[Body]) -> list[Body]:
         else body
         for body in bodies
     ]
+
+
+def _secret_of(request: web.Request) -> str:
+    """What the caller has shown."""
+    return request.headers["Authorization"].partition(" ")[2]
 
 
 def _unknown_token() -> Refusal:
@@ -1087,9 +1097,9 @@ def _too_large() -> Refusal:
 
 def number(text: str) -> int:
     """The number of a task or an incident. Raises Refusal."""
-    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+    if (value := whole_number(text)) is None:
         raise Refusal(400, f"{text[:40]!r} is not a number", "for example 41")
-    return int(text)
+    return value
 
 
 def _checked_input(request: web.Request) -> Check:

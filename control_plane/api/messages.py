@@ -53,7 +53,7 @@ TASKS_NUM_MAX = 1_000_000_000
 
 class StateQuery(Moment, frozen=True):
     explain: Annotated[bool, Meta(description="Also what each waiting task needs")] = False
-    ended: Annotated[int, Meta(ge=0, description="Of ended tasks the newest")] = TASKS_NUM_MAX
+    ended: Annotated[Seq, Meta(description="Of ended tasks the newest")] = TASKS_NUM_MAX
 
 
 class ListQuery(Moment, frozen=True):
@@ -82,7 +82,9 @@ class FactsQuery(Moment, frozen=True):
 
 
 class IncidentsQuery(Nothing, frozen=True):
-    since: Annotated[float, Meta(description="Those that lasted beyond it, s since 1970")] = 0.0
+    since: Annotated[
+        float, Meta(ge=0, le=1e11, description="Those that lasted beyond it, s since 1970")
+    ] = 0.0
 
 
 class TimelineQuery(Nothing, frozen=True):

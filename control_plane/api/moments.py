@@ -5,11 +5,14 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 
 from ...events.records.envelope import Record
+from ...events.whole_numbers import whole_number
 from .requests import Refusal
 
 
 def time_s(text: str) -> float | None:
     """The time of an RFC 3339 text (without a zone: UTC) in seconds; None for another text."""
+    if text[4:5] != "-":  # Python also takes digits alone, however many
+        return None
     try:
         at = datetime.fromisoformat(text)
     except ValueError:
@@ -21,12 +24,10 @@ async def seq_at(text: str, first: int, last: int, read: Callable[[int], Awaitab
     """The last record at a moment: `SEQ`, or a time as `time_s` reads it. `first` and `last`: the
     log's seqs; `read` reads a record. Raises Refusal if the log has no such moment."""
     has = f"it has seq {first} to {last}" + "; older ones were pruned" * (first > 1)
-    if text.isdecimal():
-        if not first <= int(text) <= last:
-            raise Refusal(
-                410 if int(text) < first else 404, f"at: {text[:20]} is not in the log", has
-            )
-        return int(text)
+    if (seq := whole_number(text)) is not None:
+        if not first <= seq <= last:
+            raise Refusal(410 if seq < first else 404, f"at: {seq} is not in the log", has)
+        return seq
     at_s = time_s(text)
     if at_s is None:
         raise Refusal(

@@ -16,6 +16,7 @@ from ...events.records import reports as r
 from ...events.records import types as t
 from ...events.spec.job import WEIGHT_RATIO_MAX, JobSpec, check_output, is_url, parse
 from ...events.spec.model import Modelled
+from ...events.whole_numbers import whole_number
 from ..fold.edits import find_orphan
 from ..fold.node_health import RECOVERED_S
 from ..planner.problem_of_state import input_digest
@@ -249,9 +250,9 @@ def without_sick(body: t.Body, answers: Mapping[str, str]) -> t.Body:
 
 def _disabled_slot(state: ClusterState, node: Node, digits: str) -> int:
     """The number of a slot that may be given back. Raises Refusal."""
-    index = int(digits) if digits.isdecimal() and len(digits) < 5 else -1
+    index = whole_number(digits)
     name = f"{node.name}/{digits[:20]}"
-    if not 0 <= index < node.num_slots:
+    if index is None or index >= node.num_slots:
         raise Refusal(
             404,
             f"there is no slot {name}",
@@ -298,7 +299,7 @@ def _stays_out(state: ClusterState, node: Node, index: int) -> tuple[str, str] |
 
 def acknowledge(state: ClusterState, request: Reason, incident: str) -> t.Body:
     """A person knows of the incident."""
-    number = int(incident) if incident.isdecimal() and len(incident) < 18 else 0
+    number = whole_number(incident) or 0
     found = state.incidents.get(number)
     if found is None:
         raise Refusal(
@@ -457,7 +458,7 @@ def convert(data: Any, kind: type[T], *, strict: bool = True) -> T:
 
 
 def _live_task(state: ClusterState, text: str) -> Task:
-    number = int(text) if text.isdecimal() and len(text) < 18 else 0
+    number = whole_number(text) or 0
     task = state.tasks.get(number)
     if task is None:
         raise Refusal(

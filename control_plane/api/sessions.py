@@ -1,10 +1,12 @@
 """Sessions of browsers: a token's owner asks for a one-time code, a page exchanges it for a secret.
 
 Both are in the memory of the control plane that leads, as hashes, and end with it. A session can do
-what its token can, at most as an operator, and ends when the token does.
+what its token can, at most as an operator, and ends when the token does. It makes no codes, so it
+cannot outlive its end.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -14,8 +16,9 @@ from .requests import Refusal
 from .tokens import Role, Token, hash_of, may
 
 CODE_S_MAX, SESSION_S_MAX = 60.0, 12 * 3600.0
-KEPT_NUM_MAX = 1_000
-"""Codes, and sessions; beyond, the oldest ends."""
+OF_TOKEN_NUM_MAX, KEPT_NUM_MAX = 100, 1_000
+"""Codes, and sessions, of one token and of all. Beyond, the oldest of that token ends, or of the
+token that has most: no holder of a token ends the sessions of another one."""
 
 
 class Sessions:
@@ -62,6 +65,10 @@ class Sessions:
         kept[hash_of(secret)] = one = msgspec.structs.replace(
             of, role=role, expires_s=self._clock() + life_s
         )
+        num_of = Counter(each.sha256 for each in kept.values())
+        whose = of.sha256
         if len(kept) > KEPT_NUM_MAX:
-            del kept[next(iter(kept))]
+            whose = num_of.most_common(1)[0][0]
+        if len(kept) > KEPT_NUM_MAX or num_of[whose] > OF_TOKEN_NUM_MAX:
+            del kept[next(key for key, each in kept.items() if each.sha256 == whose)]
         return secret, one

@@ -37,7 +37,8 @@ page. From a checkout, write `.venv/bin/unicron`.
 | `UNICRON_STATE` | the cluster's folder on this machine; `--state` |
 | `UNICRON_SEGMENTS` | where the sealed log is, for reads when nothing answers; `log --segments` |
 | `UNICRON_URL` | the control plane; `--url` |
-| `UNICRON_TOKEN` | its token, when it runs elsewhere; here it is read from the folder |
+| `UNICRON_TOKEN` | the token for `--url` or `UNICRON_URL` alone; a folder has its own |
+| `UNICRON_INSECURE` | 1: talk to other hosts without encryption; `--insecure` |
 | `UNICRON_CA` | the authority of its certificate, a file or `sha256:DIGEST`; `--ca` |
 | `UNICRON_REDIS_URL` | your own Redis or Valkey, for `unicron up` and `unicron control-plane` |
 """

@@ -3,6 +3,7 @@ that trust its authority, and one line for whatever is wrong."""
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import certificates
 import pytest
@@ -274,6 +276,22 @@ def test_https_to_a_plain_port(site: TlsSite, command: str) -> None:
         for ca in (str(site.pair.ca), site.pair.digest):
             refused(site(command, "--ca", ca, url=url), "does not speak TLS")
         server.shutdown()
+
+
+def test_an_origin_has_the_scheme_of_the_connection(site: TlsSite) -> None:
+    at = urlsplit(site.url)
+    answers: list[int] = []
+    for scheme in ("https", "http"):
+        link = http.client.HTTPSConnection(
+            str(at.hostname),
+            at.port,
+            context=tls.client_context(site.pair.ca.read_text()),
+            timeout=LIMIT_S,
+        )
+        link.request("GET", "/v1/health", headers={"Origin": f"{scheme}://{at.netloc}"})
+        answers.append(link.getresponse().status)
+        link.close()
+    assert answers == [200, 403]
 
 
 def test_a_closed_port_is_no_wrong_input(site: TlsSite) -> None:

@@ -149,7 +149,7 @@ def test_the_command_says_what_the_way_to_the_control_plane_needs() -> None:
         ("https://c.example:8420", "--url https://c.example:8420 --node h1"),
         ("http://127.0.0.1:1", "--url http://127.0.0.1:1 --node h1"),
     ):
-        assert join_command(Client(url, "t"), "S", "h1", alone) == (
+        assert join_command(Client(url, "t", insecure=True), "S", "h1", alone) == (
             f"UNICRON_TOKEN=S unicron agent {words}"
         )
     two = alone | {"ca": "sha256:ab", "follows": "https://b:1"}

@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 import pytest
 import redis
+import server_users
 from intake import take
 from redis.exceptions import NoPermissionError, ResponseError
 from structlog.testing import capture_logs
@@ -624,3 +625,13 @@ def test_keys_and_signatures_are_those_of_hmac() -> None:
     store = hmac_of(key, b"store", b"")
     assert store_secret(key) == store
     assert store_key(store, 5, 2).key == hmac_of(store, b"task", b"5", b"2")
+
+
+async def test_the_threat_model_shows_the_users_that_a_server_has(own_server: Server) -> None:
+    shown = server_users.BLOCK.findall(server_users.PAGE.read_text(encoding="utf-8"))
+    assert len(shown) == 1
+    now = await server_users.block_of(own_server)
+    assert server_users.plain(shown[0]) == server_users.plain(now), server_users.REFRESH
+    assert len(server_users.plain(now)) == 4, "default, the mark, n1 and n2"
+    for changed in (now.replace("+hget", "+hgetall"), now.replace(":beat:n1", ":beat:n2")):
+        assert server_users.plain(changed) != server_users.plain(now)

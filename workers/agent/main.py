@@ -352,6 +352,7 @@ async def _join(
             others=options.others,
             ca=options.ca,
             identity=new,
+            insecure=options.insecure,
             s_max=s_max,
         )
     except TokenRefused as error:

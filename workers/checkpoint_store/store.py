@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from ...events.errors import UsageError
 from ...events.records.types import CHECKPOINTS_NUM_MAX
+from ...events.whole_numbers import whole_number
 from ..host.memory_cgroups import CGROUPS, folders_of, limit_and_free
 from .protocol import Manifest, Offer, ShareRequest
 
@@ -239,9 +240,9 @@ def bytes_max(environment: Mapping[str, str]) -> int:
     container if there is one. Raises UsageError."""
     if BYTES_MAX in environment:
         text = environment[BYTES_MAX]
-        if not (text.isascii() and text.isdigit()):
-            raise UsageError(f"{BYTES_MAX} is {text!r}", "a number of bytes, as in 4000000000")
-        return int(text)
+        if (given := whole_number(text)) is None:
+            raise UsageError(f"{BYTES_MAX} is {text[:40]!r}", "a number of bytes, as in 4000000000")
+        return given
     return int(AVAILABLE_SHARE * available_bytes())
 
 

@@ -21,13 +21,14 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ...events.decoding import from_json
+from ...events.whole_numbers import whole_number
 
 DIMENSIONS_NUM_MAX = 64
 """Maximum number of tensor dimensions in torch."""
 
 _SAME_INPUT = ("reduce", "all_gather", "allgather", "broadcast")
 """Collectives whose input has one size and type on all ranks; that of all_to_all may differ."""
-_ENDS = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
+_ENDS = re.compile(r"(send|recv) ([0-9]{1,9})(?:->|<-)([0-9]{1,9})")
 
 
 class NotADump(ValueError):
@@ -250,7 +251,7 @@ def _status(
 ) -> dict[str, tuple[int, int]]:
     """Name of a group -> (entered, completed), for each number that can be mapped to a name."""
     named = {number: group for group, number in newest.items()}
-    if len(status) == len(config) and all(name.isdecimal() for name in config):
+    if len(status) == len(config) and all(whole_number(name) is not None for name in config):
         guessed = {
             number: _group_name(name, config[name].desc)
             for number, name in zip(sorted(status), sorted(config, key=int), strict=True)

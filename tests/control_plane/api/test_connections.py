@@ -117,7 +117,9 @@ async def test_a_client_hears_why_its_body_was_not_read(site: Site) -> None:
 async def test_a_body_that_does_not_come_is_given_up(site: Site) -> None:
     with mock.patch.object(api_http, "BODY_S_MAX", 0.2):
         status, answer = await refused(
-            site, f"POST /v1/freeze HTTP/1.1\r\nHost: 1\r\nContent-Length: 10\r\n{TOKEN}\r\n", b"{"
+            site,
+            f"POST /v1/freeze HTTP/1.1\r\nHost: [::]\r\nContent-Length: 10\r\n{TOKEN}\r\n",
+            b"{",
         )
     assert (status, answer["detail"]) == (408, "the body did not arrive within 0.2 s")
     assert (await site.ask("GET", "/v1/state"))[1]["cluster"]["healing"] == "on"

@@ -63,6 +63,38 @@ async def test_a_session_has_no_more_than_its_token_and_ends_with_it(site: Site)
     assert "session has ended" in await site.refused(401, "GET", "/v1/state", **mine)
 
 
+@real
+async def test_a_session_makes_no_codes(site: Site) -> None:
+    """Else it would be renewed for ever, and what it made would live on after its end."""
+    mine = await session(site)
+    assert "makes no codes" in await site.refused(403, "POST", "/v1/sessions/codes", {}, **mine)
+    assert (await site.ask("GET", "/v1/state", **mine))[0] == 200
+
+
+@real
+async def test_no_token_ends_the_sessions_of_another_one(site: Site) -> None:
+    operator = await session(site)
+    _, made = await site.ask("POST", "/v1/tokens", {"name": "grafana", "role": "view"})
+    token = {"Authorization": f"Bearer {made['token']}"}
+    own: list[dict[str, str]] = []
+    for _ in range(sessions.OF_TOKEN_NUM_MAX + 1):
+        _, code = await site.ask("POST", "/v1/sessions/codes", {}, **token)
+        async with site.client.post(
+            site.url + "/v1/sessions", json={"code": code["code"]}
+        ) as reply:
+            own.append({"Authorization": f"Bearer {(await reply.json())['secret']}"})
+    assert (await site.ask("GET", "/v1/state", **operator))[0] == 200
+    await site.refused(401, "GET", "/v1/state", **own[0])
+    assert (await site.ask("GET", "/v1/state", **own[1]))[0] == 200
+    waiting = await site.ask("POST", "/v1/sessions/codes", {})
+    for _ in range(sessions.KEPT_NUM_MAX + 1):
+        await site.ask("POST", "/v1/sessions/codes", {}, **token)
+    async with site.client.post(
+        site.url + "/v1/sessions", json={"code": waiting[1]["code"]}
+    ) as reply:
+        assert reply.status == 200, "the operator's code is still there"
+
+
 def test_codes_and_sessions_end() -> None:
     now_s = [0.0]
     kept = sessions.Sessions(lambda: now_s[0])
@@ -72,15 +104,40 @@ def test_codes_and_sessions_end() -> None:
         kept.exchange(late)
     secret, one = kept.exchange(kept.code(OWNER, "view")[0])
     assert one.expires_s == now_s[0] + sessions.SESSION_S_MAX
-    for _ in range(sessions.KEPT_NUM_MAX):
+    for _ in range(sessions.OF_TOKEN_NUM_MAX):
         kept.exchange(kept.code(OWNER, "view")[0])
     assert kept.find(secret) is None, "the oldest has made room"
+
+
+def test_at_the_limit_of_all_the_token_with_most_makes_room() -> None:
+    kept = sessions.Sessions(lambda: 0.0)
+
+    def session_of(number: int) -> str:
+        token = Token(name=f"t{number}", role="view", sha256=f"{number}", created_s=0.0)
+        return kept.exchange(kept.code(token, "view")[0])[0]
+
+    alone = session_of(0)
+    hoarded = [session_of(1) for _ in range(sessions.OF_TOKEN_NUM_MAX)]
+    for number in range(2, 3 + sessions.KEPT_NUM_MAX - len(hoarded) - 1):
+        session_of(number)
+    assert kept.find(alone)
+    assert [bool(kept.find(one)) for one in hoarded[:2]] == [False, True]
 
 
 @real
 async def test_requests_of_other_sites_are_refused(site: Site) -> None:
     assert (await site.ask("GET", "/v1/state", Origin=site.url))[0] == 200
-    for origin in ("http://evil.example", "http://127.0.0.1:1", "null", ""):
+    for origin in (
+        "http://evil.example",
+        "http://127.0.0.1:1",
+        "null",
+        "",
+        site.url.replace("http:", "https:"),
+        site.url.replace("http:", "file:"),
+        site.url.replace("http://", ""),
+        f"{site.url}@evil.example",
+        f"{site.url}/",
+    ):
         assert "Origin" in await site.refused(403, "GET", "/v1/state", Origin=origin)
     assert "Host" in await site.refused(421, "GET", "/v1/state", Host="evil.example")
 

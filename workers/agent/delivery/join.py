@@ -102,12 +102,14 @@ async def join(
     others: Others = tuple,
     ca: str = "",
     identity: str = "",
+    insecure: bool = False,
     s_max: float = JOIN_S_MAX,
 ) -> Joined:
     """Send the join request until the leader answers, for at most `s_max` seconds, but at least
     once to each control plane. Raises UsageError if one rejects it, or all stay unreachable.
     `socket`: used instead of the address in `url`. `others`: url and socket of more control planes.
-    `ca`: authorities (PEM) at https://; "": the system's. `identity`: enrol the node with it."""
+    `ca`: authorities (PEM) at https://; "": the system's. `identity`: enrol the node with it.
+    `insecure`: the token may cross a network unencrypted where another control plane leads."""
     deadline = time.monotonic() + s_max
     body = {
         "node": node,
@@ -133,7 +135,11 @@ async def join(
                 return await _post(session, at, headers, body)
         except Leased as error:
             why = str(error)
-            if error.url in sockets or tls.may_follow(error.url, at, by_socket=bool(path)):
+            if error.url in sockets:
+                pointer = error.url
+            elif tls.is_plain(error.url) and not insecure:
+                why += ", without TLS, and this agent has no --insecure"
+            elif tls.may_follow(error.url, at, by_socket=bool(path)):
                 pointer = error.url
         except (aiohttp.ClientError, OSError) as error:
             why = str(error) or type(error).__name__

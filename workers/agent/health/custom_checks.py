@@ -27,7 +27,7 @@ FILES = "checks/files"
 """The check that reports files in the folder that cannot be run as checks."""
 # The shim starts sh from the node's own disk. If the check's disk hangs, only sh hangs.
 _START = f'exec nice -n {limits.CHECK_NICE_NUM} "$0" 2>/dev/null'
-_DEVICES = re.compile(r"^gpu(\d+)((?:[, ]+gpu\d+)*): ", re.IGNORECASE)
+_DEVICES = re.compile(r"^gpu([0-9]{1,4})((?:[, ]+gpu[0-9]{1,4})*): ", re.IGNORECASE)
 _log = structlog.get_logger("agent")
 
 
@@ -95,7 +95,7 @@ def finding(name: str, answer: CheckResult, num_slots: int) -> Finding:
     text = "".join(char if char.isprintable() else " " for char in first).strip()
     devices: tuple[int, ...] = ()
     if match := _DEVICES.match(text):
-        slots = [int(digits) for digits in re.findall(r"\d+", match[0])]
+        slots = [int(digits) for digits in re.findall("[0-9]+", match[0])]
         if all(slot < num_slots for slot in slots):
             devices = tuple(sorted(set(slots)))
             text = text[match.end() :]

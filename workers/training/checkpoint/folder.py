@@ -12,6 +12,7 @@ from typing import IO
 
 from ....events.object_storage import COMPLETE_MARK, PathStore, Store
 from ....events.spec.job import is_url
+from ....events.whole_numbers import whole_number
 
 PARTIAL, OLD = ".partial", ".old"
 """Suffixes of folders that are being written and that are being replaced."""
@@ -103,5 +104,5 @@ def _clear_url(store: Store, generation: int) -> None:
 
 
 def _is_earlier(name: str, generation: int) -> bool:
-    number = name.removeprefix("gen-")
-    return name != number and number.isdecimal() and int(number) < generation
+    number = whole_number(name.removeprefix("gen-")) if name.startswith("gen-") else None
+    return number is not None and number < generation

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ....events.errors import UsageError
 from ....events.regular_files import read_regular
+from ....events.whole_numbers import whole_number
 from ..dependencies.private_torch import tensor_of_pickle
 from ..model import training_state
 from ..model.exact_sum import FIRST_BITS
@@ -107,9 +108,9 @@ def newest(folder: str) -> str:
         raise UsageError(f"{folder} cannot be read: {error.strerror}", HINT) from None
     if (text := text.strip()) == RELEASE:
         return RELEASE
-    if not re.fullmatch("[0-9]{1,18}", text):
+    if (iteration := whole_number(text)) is None:
         raise UsageError(f"{folder}/{TRACKER} has {text[:40]!r}, not an iteration", HINT)
-    return iteration_folder(int(text))
+    return iteration_folder(iteration)
 
 
 class MegatronState:
