@@ -16,6 +16,7 @@ from types import FrameType
 from msgspec import Struct, json, structs
 
 from ...control_plane.api.needs import ENDED
+from ...events.bounded_file import LOG_BYTES_MAX, BoundedFiles
 from ...events.errors import ServerError, UnicronError, UsageError
 from ...events.log import embedded_server
 from ...events.secret_environment import REDIS_URL
@@ -292,6 +293,12 @@ class _Watch:
 
     def run(self, stop: _Stop) -> None:
         """Supervise until a signal; then stop all."""
+        state, logs = self._cluster.state, BoundedFiles()
+        for path in (
+            *(state.logs / f"{name}.log" for name in (UP, *self._cluster.names())),
+            state.server / embedded_server.LOG,
+        ):
+            logs.add(str(path), path, LOG_BYTES_MAX)
         for name in self._cluster.names():
             if found := self._cluster.find(name):
                 self._running[name] = found
@@ -300,7 +307,6 @@ class _Watch:
                 self._restart_server(self._server.password)
             for name in self._cluster.names():
                 self._look(name)
-            processes.limit_logs(self._cluster.state)
             time.sleep(WATCH_S)
         for line in _unfinished(self._cluster.state):
             console.talk(line)

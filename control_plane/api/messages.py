@@ -191,7 +191,7 @@ Health = TypedDict(
 Ready = TypedDict("Ready", {"ok": bool, "why": NotRequired[str]})
 Leader = TypedDict("Leader", {"leader": str})
 Beginning = TypedDict("Beginning", {"after": int, "state": str})
-FilePart = TypedDict("FilePart", {"text": str, "end": int})
+FilePart = TypedDict("FilePart", {"text": str, "begin": int, "end": int})
 TokenName = TypedDict("TokenName", {"name": str})
 TokenView = TypedDict(
     "TokenView",
@@ -224,6 +224,7 @@ Joined = TypedDict(
         "redact": tuple[str, ...],
         "version": str,
         "agent_gone_s_max": float,
+        "output_bytes_max": int,
     },
 )
 # `first_*`: where the log begins. `read_*`: how far it was read: below `last_seq`, ask again.

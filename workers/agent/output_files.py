@@ -9,6 +9,7 @@ from pathlib import Path
 import structlog
 from msgspec import msgpack
 
+from ...events import bounded_file
 from ...events.errors import LogError, UsageError
 from ...events.log.port import FilePart, FileRequest
 from ...events.log.redis_streams import RedisLog
@@ -56,9 +57,8 @@ def read_part(folder: Path, request: FileRequest) -> FilePart:
         try:
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 return FilePart(number=request.number, error="it is not a file")
-            return FilePart(
-                number=request.number, data=os.pread(file, PART_BYTES_MAX, request.offset)
-            )
+            begin, data = bounded_file.read_part(file, request.offset, PART_BYTES_MAX)
+            return FilePart(number=request.number, data=data, begin=begin)
         finally:
             os.close(file)
     except OSError as error:

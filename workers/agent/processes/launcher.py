@@ -13,12 +13,12 @@ from ....events import network_address
 from ....events.records.orders import StartRank
 from ....events.records.types import Labels
 from ....events.spec.launchers import launcher_of
-from ....events.spec.policy import REDACT
+from ....events.spec.policy import OUTPUT_BYTES_MAX, REDACT
 from ...host import output_owner
 from ...host.rank_user import RankUser
 from ...ipc.pipe_protocol import FD, LOOP, PULSE, Frame, Unpacker, pack
 from ...ipc.progress_page import ProgressPage
-from . import torch_files
+from . import former_outputs, torch_files
 from .pipe import Pipe
 from .process import Process
 from .shim import ZYGOTE, Shim
@@ -53,6 +53,8 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
     """Whether its ranks are monitored for stalls."""
     gone_s: float = 60.0
     """Policy.agent_gone_s_max."""
+    output_bytes_max: int = OUTPUT_BYTES_MAX
+    """Policy.output_bytes_max."""
     store_secret: bytes = b""
     """Of the node's checkpoint store (workers/checkpoint_store/protocol.py)."""
 
@@ -155,6 +157,7 @@ class Launcher:
             return msgpack.encode(_Note(pack(frame), str(log_path), log_start, str(folder)))
 
         errors = torch_files.error_file_of(log_path, folder)
+        former_outputs.remove(log_path, folder, node.output_bytes_max)
         with suppress(OSError):  # in an earlier log a task with this number may have left a file
             errors.unlink()
         env = {**environment(order, node, os.environ), torch_files.ERROR_FILE_ENV: str(errors)}
@@ -174,6 +177,7 @@ class Launcher:
                 env=env,
                 marker=marker,
                 log_path=log_path,
+                output_bytes_max=node.output_bytes_max,
                 held=held,
                 files={FD_ENV[option]: fd for option, fd in files.items()},
                 folder=order.spec.folder,
@@ -188,6 +192,7 @@ class Launcher:
                 env=env,
                 marker=marker,
                 log_path=log_path,
+                output_bytes_max=node.output_bytes_max,
                 files=tuple(files.values()),
                 held=held,
             )
@@ -200,6 +205,7 @@ class Launcher:
                 env=env,
                 marker=marker,
                 log_path=log_path,
+                output_bytes_max=node.output_bytes_max,
                 files=files,
                 held=held,
                 user=user,

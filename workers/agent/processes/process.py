@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
+from ....events.bounded_file import ASIDE
 from ...host import linux
-from .shim import Shim
+from .shim import OUTPUT, Shim
 from .zygote import Zygote
 
 ADOPTED_S_MAX = 5.0
@@ -79,21 +80,21 @@ class Process:
         env: Mapping[str, str],
         marker: tuple[str, str],
         log_path: Path,
+        output_bytes_max: int,
         files: Mapping[str, int] | None = None,
         held: Sequence[int] = (),
         folder: str = "",
         user: str = "",
     ) -> Process:
-        """Have the shim start `argv`, with stdout and stderr appended to `log_path`. `note` makes
-        what the shim holds, of the place where the output begins; the rest as for Shim.start.
-        Raises OSError."""
+        """Have the shim start `argv`, with stdout and stderr appended to `log_path`, which it keeps
+        at `output_bytes_max`. `note` makes what the shim holds, of the place where the output
+        begins; the rest as for Shim.start. Raises OSError."""
         if folder and not os.path.isdir(folder):
             raise NotADirectoryError(
                 f"its folder {folder} is not on this node: submit from a "
                 "folder that all nodes have, or name one with folder:"
             )
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("ab") as log:
+        with _output(parent, key, log_path, output_bytes_max) as log:
             log_start = log.tell()
             pid = parent.start(
                 key,
@@ -119,12 +120,12 @@ class Process:
         env: Mapping[str, str],
         marker: tuple[str, str],
         log_path: Path,
+        output_bytes_max: int,
         files: Sequence[int],
         held: Sequence[int],
     ) -> Process:
         """Fork a training rank, with pipe and page, for the shim to adopt. Raises OSError."""
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("ab") as log:
+        with _output(parent, key, log_path, output_bytes_max) as log:
             log_start = log.tell()
             pid = zygote.fork({**env, marker[0]: marker[1]}, log.fileno(), *files)
         parent.hold(key, note(log_start), held, pid)
@@ -206,12 +207,17 @@ class Process:
         self.close()
 
     def output(self, bytes_max: int) -> bytes:
-        """The end of this attempt's output. Raises OSError."""
+        """The end of this attempt's output, also of what was before it began anew. Raises
+        OSError."""
         with self.log_path.open("rb") as log:
             end = log.seek(0, os.SEEK_END)
             begin = self.log_start if self.log_start <= end else 0  # the file was truncated
             log.seek(max(begin, end - bytes_max))
-            return log.read(bytes_max)
+            data = log.read(bytes_max)
+        aside = self.log_path.with_name(self.log_path.name + ASIDE)
+        if len(data) < bytes_max and aside.exists():
+            data = (aside.read_bytes() + data)[-bytes_max:]
+        return data
 
     def close(self) -> None:
         """Stop monitoring."""
@@ -275,3 +281,16 @@ class Process:
                     self._shim.reap(proc.pid)
         left = [proc for proc in linux.descendants(roots, procs) if proc.state not in "ZX"]
         return left, has_unknown
+
+
+@contextmanager
+def _output(shim: Shim, key: str, path: Path, bytes_max: int) -> Generator[BinaryIO]:
+    """The file that gets the output of a process that is started, bounded by the shim."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        shim.bound(key, path, bytes_max)
+        try:
+            yield file
+        except OSError:
+            shim.reap(key=OUTPUT + key)
+            raise
