@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,27 +35,6 @@ def parts(path: Path) -> list[bounded_file.Part]:
             found.append(part)
             offset = part.begin + len(part.data)
     return found
-
-
-@pytest.fixture
-def mounted(tmp_path: Path) -> Iterator[Callable[[str, str], Path]]:
-    """Mounts a file system of a type and size in memory, and returns its folder."""
-    made: list[Path] = []
-
-    def mount(kind: str, size: str) -> Path:
-        folder = tmp_path / f"disk-{len(made)}"
-        folder.mkdir()
-        words = ["mount", "-t", kind, "-o", f"size={size}", kind, str(folder)]
-        try:
-            subprocess.run(words, check=True, capture_output=True, timeout=20)
-        except (OSError, subprocess.CalledProcessError):
-            pytest.skip("no file system can be mounted here")
-        made.append(folder)
-        return folder
-
-    yield mount
-    for folder in made:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=20)
 
 
 def test_head_and_tail_stay_where_they_are(tmp_path: Path) -> None:

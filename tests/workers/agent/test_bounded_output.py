@@ -1,4 +1,4 @@
-"""A rank that prints much: its output takes a bounded part of the disk, with and without an agent."""
+"""A rank that prints much: its output takes a bounded part of the disk, also without an agent."""
 
 from __future__ import annotations
 
