@@ -7,7 +7,6 @@ never waits for a reader, as it would with a pipe. Why: docs/decisions/bounded-o
 import codecs
 import ctypes
 import errno
-import math
 import os
 import stat
 import threading
@@ -29,6 +28,11 @@ TAIL_BYTES = 1 << 20
 RATE = 2e9
 """Bytes/s: no process writes faster (measured: 1.3e9 to a file in memory)."""
 PAUSE_S_MIN, PAUSE_S_MAX = 0.02, 0.25
+"""Shortest and longest pause between two looks at a file, FULL_PAUSE_S if the disk is nearly full:
+together with RATE they say by how much a file may exceed its bound for a moment."""
+FULL_PAUSE_S = 0.005
+FREE_SHARE = 4
+"""A file may take one part of so many of what is free: that leaves room also beside several."""
 _KEEP_SIZE_CODE, _PUNCH_HOLE_CODE = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -69,10 +73,14 @@ def _next_data(file: int, offset: int) -> int:
 
 
 def allowed_bytes(place: int | Path, bytes_max: int) -> int:
-    """How much files there may take of their disk: `bytes_max`, but at most half of what is free,
-    and at least BYTES_MIN. Raises OSError."""
+    """How much files there may take of their disk: `bytes_max`, but at most a FREE_SHARE of what is
+    free, and at least BYTES_MIN. Raises OSError."""
+    return max(min(bytes_max, _free_bytes(place) // FREE_SHARE), BYTES_MIN)
+
+
+def _free_bytes(place: int | Path) -> int:
     disk = os.statvfs(place)
-    return max(min(bytes_max, disk.f_bavail * disk.f_frsize // 2), BYTES_MIN)
+    return disk.f_bavail * disk.f_frsize
 
 
 def _next_hole(file: int, begin: int) -> int:
@@ -90,26 +98,29 @@ class BoundedFile:
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         self._path, self._bytes_max = path, bytes_max
         self._file = os.open(path, flags)
-        self._size, self._room = -1, 0
+        self._size, self._pause_s = -1, 0.0
         if not stat.S_ISREG(os.fstat(self._file).st_mode):
             self.close()
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
         self._dropped_to = _next_data(self._file, HEAD_BYTES)
 
-    def look(self) -> int:
-        """Drop the middle if the file takes too much: half of that stays. Returns how many bytes it
-        may still take. Raises OSError."""
+    def look(self) -> float:
+        """Drop the middle if the file takes too much: half of that stays. Returns the time in
+        seconds until the next look. Raises OSError."""
         size = os.fstat(self._file).st_size
         if size == self._size:
-            return self._room
+            return self._pause_s
         if size < self._dropped_to:  # somebody has emptied it
             self._dropped_to = 0
         bytes_max = allowed_bytes(self._file, self._bytes_max)
         if size - self._dropped_to > bytes_max:
             self._drop(size, (size - bytes_max // 2) // HEAD_BYTES * HEAD_BYTES)
             size = os.fstat(self._file).st_size
-        self._size, self._room = size, max(bytes_max - (size - self._dropped_to), 0)
-        return self._room
+        room = bytes_max - (size - self._dropped_to)
+        full_pause_s = max(_free_bytes(self._file) / FREE_SHARE / RATE, FULL_PAUSE_S)
+        self._size = size
+        self._pause_s = min(max(room / RATE, PAUSE_S_MIN), full_pause_s, PAUSE_S_MAX)
+        return self._pause_s
 
     def close(self) -> None:
         """Release the file."""
@@ -174,19 +185,19 @@ class BoundedFiles:
                 wanted = set(self._wanted.values())
             pause_s = PAUSE_S_MAX
             for one in {*files, *wanted}:
-                pause_s = min(pause_s, _look(files, one) / RATE)
+                pause_s = min(pause_s, _look(files, one))
                 if one not in wanted and one in files:
                     files.pop(one).close()
             with self._changed:
                 if wanted == set(self._wanted.values()):
-                    self._changed.wait(max(pause_s, PAUSE_S_MIN) if wanted else None)
+                    self._changed.wait(pause_s if wanted else None)
 
 
 def _look(files: dict[_Wanted, BoundedFile], one: _Wanted) -> float:
-    """How many bytes the file may still take; an infinite number if it cannot be looked at now."""
+    """Look at a file; the time until the next look, the longest if it cannot be looked at now."""
     try:
         if one not in files:
             files[one] = BoundedFile(*one)
         return files[one].look()
     except OSError:
-        return math.inf
+        return PAUSE_S_MAX

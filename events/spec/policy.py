@@ -154,9 +154,9 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The host memory of one node that in-memory checkpoints of all tasks may take, in bytes. 0:
     each node's own limit, by default a quarter of the memory that is available at its start."""
     output_bytes_max: int = OUTPUT_BYTES_MAX
-    """How much of its node's disk the output of one process may take, in bytes, but at most half of
-    what is free there: of more, the first 64 kB and the end stay. Those of the former attempts of a
-    rank may take as much together. An agent has it from its start on."""
+    """How much of its node's disk the output of one process may take, in bytes, but at most a
+    quarter of what is free there: of more, the first 64 kB and the end stay. Those of the former
+    attempts of a rank may take as much together. An agent has it from its start on."""
     seal_records: int = 10_000
     """The leader moves the log to a segment file when the server holds this many records more; the
     server's memory has twice as many at most."""

@@ -60,7 +60,8 @@ def test_a_file_below_its_bound_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_writer_at_full_speed_stays_near_the_bound(tmp_path: Path) -> None:
     path, files = tmp_path / "a.log", BoundedFiles()
-    files.add("a", path, 32 * MIB)  # before it is there
+    path.touch()
+    files.add("a", path, 32 * MIB)
     most, ended = 0, threading.Event()
 
     def watch() -> None:
@@ -85,11 +86,23 @@ def test_a_writer_at_full_speed_stays_near_the_bound(tmp_path: Path) -> None:
     assert parts(path)[-1].data.endswith(b"000000399 ")
 
 
+def test_a_file_that_is_not_there_yet_is_bounded_later(tmp_path: Path) -> None:
+    path, files = tmp_path / "a.log", BoundedFiles()
+    files.add("a", path, 8 * MIB)
+    time.sleep(0.1)
+    path.write_bytes(os.urandom(20 * MIB))
+    deadline_s = time.monotonic() + 10
+    while taken(path) > 8 * MIB and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    files.drop("a")
+    assert taken(path) <= 4 * MIB + 2 * HEAD_BYTES
+
+
 def test_an_output_gives_way_on_a_small_disk(mounted: Callable[[str, str], Path]) -> None:
     path = mounted("tmpfs", "60m") / "a.log"
     path.write_bytes(os.urandom(30 * MIB))
     BoundedFile(path, 1 << 40).look()
-    assert taken(path) <= 8 * MIB, "half of half of what was free stays"
+    assert taken(path) <= 4 * MIB, "half of a quarter of what was free stays"
 
 
 def test_a_file_system_without_holes_begins_anew(mounted: Callable[[str, str], Path]) -> None:
