@@ -15,8 +15,8 @@ from unicron.workers.agent.processes import former_outputs
 
 MIB = 1 << 20
 BOUND = 8 * MIB
-OVER = 80 * MIB
-"""What a rank may write between two looks of a busy machine."""
+OVER = 240 * MIB
+"""What a rank may write between two looks of a machine that is busy with other tests."""
 CHATTY = """
 import os, sys
 sys.stdout.write("the first words\\n")
@@ -36,10 +36,12 @@ def taken(path: Path) -> int:
     return path.stat().st_blocks * 512
 
 
-async def most_taken(path: Path, s: float) -> int:
-    until_s, most = time.monotonic() + s, 0
-    while time.monotonic() < until_s:
+async def most_taken(path: Path) -> int:
+    """The most that the file takes while it gets much larger than what it may take."""
+    size, most, last_s = path.stat().st_size, 0, time.monotonic() + 60
+    while path.stat().st_size < size + BOUND + OVER + 50 * MIB:
         most = max(most, taken(path))
+        assert time.monotonic() < last_s, "it does not print"
         await asyncio.sleep(0.01)
     return most
 
@@ -54,16 +56,14 @@ async def test_a_chatty_rank_is_bounded_with_and_without_its_agent(
     await plane.start("pass", rank=1)
     (started, quiet) = await plane.wait(r.RankStarted, 2)
     path = Path(started.log_path)
-    assert await most_taken(path, 0.5) < BOUND + OVER
+    assert await most_taken(path) < BOUND + OVER
     first.kill()
     first.wait()
-    size = path.stat().st_size
-    assert await most_taken(path, 0.5) < BOUND + OVER
+    assert await most_taken(path) < BOUND + OVER
     assert alive(started.pid)
-    assert path.stat().st_size > size + 2 * BOUND, "it printed on"
     plane.agent()
     await plane.wait(r.AgentRestarted)
-    assert await most_taken(path, 0.3) < BOUND + OVER
+    assert await most_taken(path) < BOUND + OVER
     (tmp_path / "go").touch()
     exits = {exited.rank: exited for exited in await plane.wait(r.RankExited, 2)}
     assert exits[0].exit_code == 7
@@ -80,7 +80,7 @@ async def test_a_chatty_rank_is_bounded_with_and_without_its_agent(
     begin, head = part(0)
     assert (begin, len(head), head[:16]) == (0, HEAD_BYTES, b"the first words\n")
     begin, tail = part(HEAD_BYTES)
-    assert path.stat().st_size - BOUND - OVER < begin < path.stat().st_size - BOUND // 4
+    assert path.stat().st_size - BOUND < begin < path.stat().st_size - BOUND // 4
     assert tail.strip(b"\0") == tail
 
 
