@@ -157,7 +157,7 @@ class Launcher:
             return msgpack.encode(_Note(pack(frame), str(log_path), log_start, str(folder)))
 
         errors = torch_files.error_file_of(log_path, folder)
-        former_outputs.remove(log_path, folder, node.output_bytes_max)
+        former_outputs.remove_attempts(log_path, folder, node.output_bytes_max)
         with suppress(OSError):  # in an earlier log a task with this number may have left a file
             errors.unlink()
         env = {**environment(order, node, os.environ), torch_files.ERROR_FILE_ENV: str(errors)}

@@ -17,6 +17,7 @@ from typing import BinaryIO, NamedTuple
 
 from ....events.bounded_file import ASIDE
 from ...host import linux
+from . import former_outputs
 from .shim import OUTPUT, Shim
 from .zygote import Zygote
 
@@ -288,6 +289,7 @@ def _output(shim: Shim, key: str, path: Path, bytes_max: int) -> Generator[Binar
     """The file that gets the output of a process that is started, bounded by the shim."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
+        former_outputs.mark_used(file.fileno())
         shim.bound(key, path, bytes_max)
         try:
             yield file
