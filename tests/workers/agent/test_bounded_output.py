@@ -132,8 +132,9 @@ def test_the_oldest_outputs_of_ended_tasks_are_removed_as_the_disk_fills(
             assert kept.exists()
             assert outputs(logs / "5-job") == []
             process.kill()
+    (logs / "others").write_bytes(b"x" * 20 * MIB)
     former_outputs.remove_oldest(logs)
-    assert {path.name for path in logs.iterdir()} == {"5-job", "6-job"}
+    assert {path.name for path in logs.iterdir()} == {"5-job", "6-job", "others"}
 
 
 async def test_a_rank_that_starts_a_thousand_times_is_bounded(
