@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from agent_driver import PlaneStub, alive, until
-from unicron.events.bounded_file import HEAD_BYTES
+from unicron.events.bounded_file import HEAD_BYTES, LOG_BYTES_MAX
 from unicron.events.log.port import FileRequest
 from unicron.events.records import reports as r
 from unicron.workers.agent.output_files import read_part
@@ -149,3 +149,17 @@ async def test_a_rank_that_starts_a_thousand_times_is_bounded(
     await plane.start("print('now')", attempt=1000)
     await plane.wait(r.RankExited)
     assert outputs(folder) == list(range(1000 - former_outputs.NUM_MAX, 1001))
+
+
+async def test_the_log_of_a_checkpoint_store_is_bounded(plane: PlaneStub) -> None:
+    """Strangers who reach its port make it log."""
+    plane.agent()
+    (joined,) = await plane.wait(r.NodeJoined)
+    host, _, port = joined.keeper.rpartition(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    path = plane.state_dir / "logs" / "checkpoint-store-n1.log"
+    await until(lambda: path.exists() or None)
+    with path.open("ab") as log:
+        log.write(b"x" * (LOG_BYTES_MAX + MIB))
+    await until(lambda: taken(path) < LOG_BYTES_MAX or None)
+    writer.close()
