@@ -20,16 +20,16 @@ BYTES_MIN = 4 << 20
 """A file may always take so much, also on a full disk."""
 LOG_BYTES_MAX = 16 << 20
 """The bound of a log of Unicron's own processes."""
-SIZE_MAX = 1 << 42
+SIZE_BYTES_MAX = 1 << 40
 """A file with a hole that is larger begins anew: ext4 refuses a write beyond 16 TiB."""
 ASIDE = ".1"
 """Suffix of the file with the head and the tail of one that began anew."""
 TAIL_BYTES = 1 << 20
-RATE = 2e9
-"""Bytes/s: no process writes faster (measured: 1.3e9 to a file in memory)."""
+RATE_BYTES_PER_S = 2e9
+"""No process writes faster (measured: 1.3e9 to a file in memory)."""
 PAUSE_S_MIN, PAUSE_S_MAX = 0.02, 0.25
 """Shortest and longest pause between two looks at a file, FULL_PAUSE_S if the disk is nearly full:
-together with RATE they say by how much a file may exceed its bound for a moment."""
+together with RATE_BYTES_PER_S they say by how much a file may exceed its bound for a moment."""
 FULL_PAUSE_S = 0.005
 FREE_SHARE = 4
 """A file may take one part of so many of what is free: that leaves room also beside several."""
@@ -117,9 +117,9 @@ class BoundedFile:
             self._drop(size, (size - bytes_max // 2) // HEAD_BYTES * HEAD_BYTES)
             size = os.fstat(self._file).st_size
         room = bytes_max - (size - self._dropped_to)
-        full_pause_s = max(_free_bytes(self._file) / FREE_SHARE / RATE, FULL_PAUSE_S)
+        full_pause_s = max(_free_bytes(self._file) / FREE_SHARE / RATE_BYTES_PER_S, FULL_PAUSE_S)
         self._size = size
-        self._pause_s = min(max(room / RATE, PAUSE_S_MIN), full_pause_s, PAUSE_S_MAX)
+        self._pause_s = min(max(room / RATE_BYTES_PER_S, PAUSE_S_MIN), full_pause_s, PAUSE_S_MAX)
         return self._pause_s
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class BoundedFile:
 
     def _drop(self, size: int, to: int) -> None:
         """Give the bytes from HEAD_BYTES up to `to` back to the disk."""
-        if size <= SIZE_MAX and _punch(self._file, HEAD_BYTES, to - HEAD_BYTES):
+        if size <= SIZE_BYTES_MAX and _punch(self._file, HEAD_BYTES, to - HEAD_BYTES):
             self._dropped_to = to
             return
         head = os.pread(self._file, HEAD_BYTES, 0)
@@ -179,25 +179,25 @@ class BoundedFiles:
                 self._changed.notify()
 
     def _run(self) -> None:
-        files: dict[_Wanted, BoundedFile] = {}
+        opened: dict[_Wanted, BoundedFile] = {}
         while True:
             with self._changed:
                 wanted = set(self._wanted.values())
             pause_s = PAUSE_S_MAX
-            for one in {*files, *wanted}:
-                pause_s = min(pause_s, _look(files, one))
-                if one not in wanted and one in files:
-                    files.pop(one).close()
+            for file in {*opened, *wanted}:
+                pause_s = min(pause_s, _look(opened, file))
+                if file not in wanted and file in opened:
+                    opened.pop(file).close()
             with self._changed:
                 if wanted == set(self._wanted.values()):
                     self._changed.wait(pause_s if wanted else None)
 
 
-def _look(files: dict[_Wanted, BoundedFile], one: _Wanted) -> float:
+def _look(opened: dict[_Wanted, BoundedFile], file: _Wanted) -> float:
     """Look at a file; the time until the next look, the longest if it cannot be looked at now."""
     try:
-        if one not in files:
-            files[one] = BoundedFile(*one)
-        return files[one].look()
+        if file not in opened:
+            opened[file] = BoundedFile(*file)
+        return opened[file].look()
     except OSError:
         return PAUSE_S_MAX

@@ -21,7 +21,7 @@ from .tasks import number_of, past_of
 
 CHUNK_BYTES = 1 << 16
 """An agent sends as much at once."""
-CHUNKS_NUM_MAX = 1 << 24
+CHUNKS_NUM_MAX = 2 * bounded_file.SIZE_BYTES_MAX // CHUNK_BYTES
 POLL_S = 0.2
 RESCAN_S = 1.0
 """Seconds between two reads of the log for new attempts."""

@@ -191,7 +191,14 @@ Health = TypedDict(
 Ready = TypedDict("Ready", {"ok": bool, "why": NotRequired[str]})
 Leader = TypedDict("Leader", {"leader": str})
 Beginning = TypedDict("Beginning", {"after": int, "state": str})
-FilePart = TypedDict("FilePart", {"text": str, "begin": int, "end": int})
+FilePart = TypedDict(
+    "FilePart",
+    {
+        "text": str,
+        "begin": Annotated[int, Meta(description="Behind the offset if bytes there were dropped")],
+        "end": int,
+    },
+)
 TokenName = TypedDict("TokenName", {"name": str})
 TokenView = TypedDict(
     "TokenView",
@@ -224,7 +231,7 @@ Joined = TypedDict(
         "redact": tuple[str, ...],
         "version": str,
         "agent_gone_s_max": float,
-        "output_bytes_max": int,
+        "output_bytes_max": Annotated[int, Meta(description="Of the policy")],
     },
 )
 # `first_*`: where the log begins. `read_*`: how far it was read: below `last_seq`, ask again.

@@ -28,7 +28,7 @@ from unicron.events.spec.policy import OUTPUT_BYTES_MAX
 from unicron.workers.agent.agent import Agent
 from unicron.workers.agent.delivery.spool import Spool
 from unicron.workers.agent.processes.launcher import NodeConfig
-from unicron.workers.agent.processes.process import Process
+from unicron.workers.agent.processes.process import Output, Process
 from unicron.workers.agent.processes.shim import Shim
 from unicron.workers.host import linux
 
@@ -244,8 +244,7 @@ def start(shim: Shim, argv: Sequence[str], log_path: Path, marker: tuple[str, st
         argv,
         env=os.environ,
         marker=marker,
-        log_path=log_path,
-        output_bytes_max=OUTPUT_BYTES_MAX,
+        output=Output(log_path, OUTPUT_BYTES_MAX),
     )
 
 

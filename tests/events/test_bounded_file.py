@@ -127,7 +127,7 @@ def test_a_file_system_without_holes_begins_anew(mounted: Callable[[str, str], P
 def test_a_huge_file_begins_anew(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     with path.open("wb") as file:
-        file.truncate(bounded_file.SIZE_MAX)
+        file.truncate(bounded_file.SIZE_BYTES_MAX)
         file.seek(0, os.SEEK_END)
         file.write(os.urandom(16 * MIB))
     BoundedFile(path, 8 * MIB).look()

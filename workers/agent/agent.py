@@ -34,7 +34,6 @@ from .health.health_monitor import HealthMonitor, HealthSources
 from .monitoring.output_reader import LOOK_S as READ_S
 from .monitoring.rank_monitor import WATCH_S
 from .order_executor import OrderExecutor
-from .processes import former_outputs
 from .processes.launcher import MARKER, NodeConfig
 from .processes.shim import NODE, Shim, ShimLost
 
@@ -42,8 +41,6 @@ REJOIN_S = 5.0
 """While the log is unreachable, the agent asks this often where it is."""
 ORDERS_WAIT_S = 5.0
 SWEEP_S = 1.0
-OUTPUTS_S = 600.0
-"""Time between two looks at the outputs of tasks that have ended."""
 LOOK_S = 0.2
 """Time between two looks at the ranks. A stopped rank is reported at most this much later."""
 LOOK_S_MIN = 0.01
@@ -164,7 +161,6 @@ class Agent:
                     group.create_task(self._ask_address(), name="rejoin"),
                     group.create_task(self._sweep(ranks), name="sweep"),
                     group.create_task(self._look(ranks), name="look"),
-                    group.create_task(self._remove_outputs(), name="outputs"),
                     group.create_task(_every(READ_S, ranks.readers.look), name="read"),
                     *(
                         [group.create_task(_every(WATCH_S, ranks.watch.look), name="watch")]
@@ -301,12 +297,6 @@ class Agent:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await child_changed.wait()
-
-    async def _remove_outputs(self) -> None:
-        """Remove the oldest outputs of tasks that have ended, once they take too much."""
-        while True:
-            await asyncio.to_thread(former_outputs.remove_oldest, self._node.state_dir / "logs")
-            await asyncio.sleep(OUTPUTS_S)
 
     async def _sweep(self, ranks: OrderExecutor) -> None:
         """Reap orphans that exited while their rank still runs."""

@@ -1,4 +1,4 @@
-"""Answers the control plane: parts of ranks' output, and trials of devices."""
+"""Answers the control plane: parts of ranks' output, trials of devices; removes old outputs."""
 
 import asyncio
 import os
@@ -15,16 +15,29 @@ from ...events.log.port import FilePart, FileRequest
 from ...events.log.redis_streams import RedisLog
 from .delivery.log_link import backoff_s
 from .health.device_trial import try_devices
+from .processes import former_outputs
 
 WAIT_S = 5.0
 PART_BYTES_MAX = 1 << 16
+REMOVE_S = 600.0
+"""Time between two looks at the outputs of ended tasks."""
 
 _log = structlog.get_logger("agent")
 
 
 async def serve(log: RedisLog, node: str, folder: Path, devices: Sequence[str] = ()) -> None:
     """Answer requests for files in `folder`, and for trials of the slots' devices, until cancelled.
-    A lost answer is not repeated."""
+    A lost answer is not repeated. Now and then, remove the oldest outputs of ended tasks there."""
+    await asyncio.gather(_answer_requests(log, node, folder, devices), _remove_oldest(folder))
+
+
+async def _remove_oldest(folder: Path) -> None:
+    while True:
+        await asyncio.to_thread(former_outputs.remove_oldest, folder)
+        await asyncio.sleep(REMOVE_S)
+
+
+async def _answer_requests(log: RedisLog, node: str, folder: Path, devices: Sequence[str]) -> None:
     num_failed = 0
     while True:
         try:

@@ -121,6 +121,7 @@ def test_the_oldest_outputs_of_ended_tasks_are_removed_as_the_disk_fills(
         path.parent.mkdir()
         path.write_bytes(b"x" * 5 * MIB)
         os.utime(path, (now_s, now_s - 2 * former_outputs.AGE_S_MIN + task))
+        (path.parent / "flight-rank-0.json").write_bytes(b"{}")
     kept = logs / "5-job" / "rank-1.attempt-1.log"
     kept.write_bytes(b"x" * 5 * MIB)  # it is new
     with (logs / "1-job" / "rank-0.attempt-1.log").open("ab") as log:

@@ -35,42 +35,54 @@ def mark_used(file: int) -> None:
 def remove_attempts(log_path: Path, folder: Path, bytes_max: int) -> None:
     """Before an attempt starts whose output this will be: remove the oldest former ones of its
     rank, with their error files in `folder`, until the rest takes `bytes_max` at most. The newest
-    stays, for it may not have been read yet."""
+    stays, for it may not have been read yet. Also remove an error file of this attempt, which a
+    task with this number in an earlier log may have left."""
     (own,) = _outputs([log_path])
     with suppress(OSError):
+        torch_files.error_file_of(log_path, folder).unlink(missing_ok=True)
         former = [
-            one
-            for one in _outputs(log_path.parent.iterdir())
-            if one.rank == own.rank and one.attempt < own.attempt
+            output
+            for output in _outputs(log_path.parent.iterdir())
+            if output.rank == own.rank and output.attempt < own.attempt
         ]
-        former.sort(key=lambda one: one.attempt, reverse=True)
+        former.sort(key=lambda output: output.attempt, reverse=True)
         taken, allowed = 0, allowed_bytes(log_path.parent, bytes_max)
-        for num, one in enumerate(former):
-            taken += _bytes_of(one.path)
+        for num, output in enumerate(former):
+            taken += _bytes_of(output.path)
             if num and (num >= NUM_MAX or taken > allowed):
-                _remove(one.path, folder)
+                _remove(output.path, folder)
 
 
 def remove_oldest(logs: Path) -> None:
     """Remove the oldest outputs in the folders of `logs` that no process has open, until the rest
     takes a bounded share of what is free on the disk."""
     with suppress(OSError):
-        ended = [one.path for one in _outputs(logs.glob("*/rank-*.log")) if _is_old(one.path)]
+        ended = [
+            output.path for output in _outputs(logs.glob("*/rank-*.log")) if _is_old(output.path)
+        ]
         ended.sort(key=lambda path: path.stat().st_mtime, reverse=True)
         taken, allowed = 0, allowed_bytes(logs, 1 << 62)
         for path in ended:
             taken += _bytes_of(path)
             if taken > allowed and not _is_used(path):
                 _remove(path, path.parent)
-                with suppress(OSError):  # it has other outputs
-                    path.parent.rmdir()
+                _remove_empty(path.parent)
+
+
+def _remove_empty(folder: Path) -> None:
+    """Remove the folder of a task that has no outputs any more, with its flight recorder dumps."""
+    if not _outputs(folder.iterdir()):
+        for dump in folder.glob("flight-rank-*.json"):
+            dump.unlink()
+        with suppress(OSError):  # it has other files
+            folder.rmdir()
 
 
 def _outputs(paths: Iterable[Path]) -> list[_Output]:
     return [
-        _Output(found[1], int(found[2]), path)
+        _Output(name[1], int(name[2]), path)
         for path in paths
-        if (found := _ATTEMPT.fullmatch(path.name))
+        if (name := _ATTEMPT.fullmatch(path.name))
     ]
 
 

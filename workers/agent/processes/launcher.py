@@ -4,7 +4,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct, json, msgpack, structs
@@ -20,7 +19,7 @@ from ...ipc.pipe_protocol import FD, LOOP, PULSE, Frame, Unpacker, pack
 from ...ipc.progress_page import ProgressPage
 from . import former_outputs, torch_files
 from .pipe import Pipe
-from .process import Process
+from .process import Output, Process
 from .shim import ZYGOTE, Shim
 from .zygote import Zygote
 
@@ -157,9 +156,8 @@ class Launcher:
             return msgpack.encode(_Note(pack(frame), str(log_path), log_start, str(folder)))
 
         errors = torch_files.error_file_of(log_path, folder)
-        former_outputs.remove_attempts(log_path, folder, node.output_bytes_max)
-        with suppress(OSError):  # in an earlier log a task with this number may have left a file
-            errors.unlink()
+        output = Output(log_path, node.output_bytes_max)
+        former_outputs.remove_attempts(output.path, folder, output.bytes_max)
         env = {**environment(order, node, os.environ), torch_files.ERROR_FILE_ENV: str(errors)}
         files = {"--fd": pipe.theirs.fileno()} if pipe is not None else {}
         if page is not None:
@@ -176,8 +174,7 @@ class Launcher:
                 on_this_node(order.spec.command, env),
                 env=env,
                 marker=marker,
-                log_path=log_path,
-                output_bytes_max=node.output_bytes_max,
+                output=output,
                 held=held,
                 files={FD_ENV[option]: fd for option, fd in files.items()},
                 folder=order.spec.folder,
@@ -191,8 +188,7 @@ class Launcher:
                 note,
                 env=env,
                 marker=marker,
-                log_path=log_path,
-                output_bytes_max=node.output_bytes_max,
+                output=output,
                 files=tuple(files.values()),
                 held=held,
             )
@@ -204,8 +200,7 @@ class Launcher:
                 node.rank_argv,
                 env=env,
                 marker=marker,
-                log_path=log_path,
-                output_bytes_max=node.output_bytes_max,
+                output=output,
                 files=files,
                 held=held,
                 user=user,

@@ -40,6 +40,13 @@ class Exit(NamedTuple):
     """It dumped core."""
 
 
+class Output(NamedTuple):
+    """The file that a process writes to, and how much of its disk that may take."""
+
+    path: Path
+    bytes_max: int
+
+
 class Process:
     """A running process. `marker` is an environment entry that all its descendants inherit.
     `shim` is its parent, and holds it under `key`."""
@@ -80,22 +87,21 @@ class Process:
         *,
         env: Mapping[str, str],
         marker: tuple[str, str],
-        log_path: Path,
-        output_bytes_max: int,
+        output: Output,
         files: Mapping[str, int] | None = None,
         held: Sequence[int] = (),
         folder: str = "",
         user: str = "",
     ) -> Process:
-        """Have the shim start `argv`, with stdout and stderr appended to `log_path`, which it keeps
-        at `output_bytes_max`. `note` makes what the shim holds, of the place where the output
-        begins; the rest as for Shim.start. Raises OSError."""
+        """Have the shim start `argv`, with stdout and stderr appended to `output`. `note` makes
+        what the shim holds, of the place where the output begins; the rest as for Shim.start.
+        Raises OSError."""
         if folder and not os.path.isdir(folder):
             raise NotADirectoryError(
                 f"its folder {folder} is not on this node: submit from a "
                 "folder that all nodes have, or name one with folder:"
             )
-        with _output(parent, key, log_path, output_bytes_max) as log:
+        with _opened(parent, key, output) as log:
             log_start = log.tell()
             pid = parent.start(
                 key,
@@ -108,7 +114,7 @@ class Process:
                 folder=folder,
                 user=user,
             )
-        return cls(pid, log_path, log_start, f"{marker[0]}={marker[1]}".encode(), parent, key)
+        return cls(pid, output.path, log_start, f"{marker[0]}={marker[1]}".encode(), parent, key)
 
     @classmethod
     def fork(
@@ -120,17 +126,16 @@ class Process:
         *,
         env: Mapping[str, str],
         marker: tuple[str, str],
-        log_path: Path,
-        output_bytes_max: int,
+        output: Output,
         files: Sequence[int],
         held: Sequence[int],
     ) -> Process:
         """Fork a training rank, with pipe and page, for the shim to adopt. Raises OSError."""
-        with _output(parent, key, log_path, output_bytes_max) as log:
+        with _opened(parent, key, output) as log:
             log_start = log.tell()
             pid = zygote.fork({**env, marker[0]: marker[1]}, log.fileno(), *files)
         parent.hold(key, note(log_start), held, pid)
-        return cls(pid, log_path, log_start, f"{marker[0]}={marker[1]}".encode(), parent, key)
+        return cls(pid, output.path, log_start, f"{marker[0]}={marker[1]}".encode(), parent, key)
 
     async def wait(self) -> Exit:
         """Wait until the process has ended; it stays a zombie until `end_group`."""
@@ -285,12 +290,12 @@ class Process:
 
 
 @contextmanager
-def _output(shim: Shim, key: str, path: Path, bytes_max: int) -> Generator[BinaryIO]:
+def _opened(shim: Shim, key: str, output: Output) -> Generator[BinaryIO]:
     """The file that gets the output of a process that is started, bounded by the shim."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
+    output.path.parent.mkdir(parents=True, exist_ok=True)
+    with output.path.open("ab") as file:
         former_outputs.mark_used(file.fileno())
-        shim.bound(key, path, bytes_max)
+        shim.bound(key, output.path, output.bytes_max)
         try:
             yield file
         except OSError:

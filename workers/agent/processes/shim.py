@@ -91,9 +91,9 @@ class Shim:
                     start_new_session=True,
                 ).returncode = 0
                 connection.connect(address)
-        found = cls(connection, path)
-        found.bound(SHIM, log_path, LOG_BYTES_MAX)
-        return found
+        shim_of_node = cls(connection, path)
+        shim_of_node.bound(SHIM, log_path, LOG_BYTES_MAX)
+        return shim_of_node
 
     def serve(self, gone_s: float) -> None:
         """From now on, the shim ends all if no agent has served for `gone_s`."""
