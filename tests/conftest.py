@@ -7,8 +7,9 @@ import inspect
 import itertools
 import os
 import signal
+import subprocess
 import time
-from collections.abc import AsyncGenerator, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import FrameType
@@ -217,3 +218,24 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     object_store.Bucket.clear_instance_cache()
     yield folder
     door.close()
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[[str, str], Path]]:
+    """Mounts a file system of a type and size in memory, and returns its folder."""
+    made: list[Path] = []
+
+    def mount(kind: str, size: str) -> Path:
+        folder = tmp_path / f"disk-{len(made)}"
+        folder.mkdir()
+        words = ["mount", "-t", kind, "-o", f"size={size}", kind, str(folder)]
+        try:
+            subprocess.run(words, check=True, capture_output=True, timeout=20)
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("no file system can be mounted here")
+        made.append(folder)
+        return folder
+
+    yield mount
+    for folder in made:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=20)

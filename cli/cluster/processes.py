@@ -6,12 +6,10 @@ time of its process: a signal to a pid alone could end a stranger.
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
 from msgspec import Struct
 
@@ -22,10 +20,9 @@ from .state_dir import StateDir, read_json, write_json
 
 POLL_S = 0.02
 KILLED_S_MAX = 10.0
+LAST_BYTES = 64 << 10
 LAST_WORDS_CHARS_MAX = 300
-LAST_OUTPUT_BYTES_MAX = 64 << 10
 PIDS_NUM_MAX = 1 << 31
-LOG_BYTES_MAX = 64 << 20
 WORD = re.compile(r"[^\W_]")
 
 
@@ -92,17 +89,6 @@ def start(
             raise
 
 
-def limit_logs(state: StateDir) -> None:
-    """Move what a log above LOG_BYTES_MAX has to NAME.log.1. Its process keeps it open to append,
-    so it is copied and emptied; lines written meanwhile are lost, and all if the disk is full."""
-    for path in state.logs.glob("*.log"):
-        with suppress(FileNotFoundError):
-            if path.stat().st_size > LOG_BYTES_MAX:
-                with suppress(OSError):
-                    shutil.copyfile(path, path.with_name(f"{path.name}.1"))
-                os.truncate(path, 0)
-
-
 def stop_together(state: StateDir, together: Sequence[Process], grace_s: float) -> None:
     """Send SIGTERM to all, and SIGKILL to the rest after `grace_s`; wait until all have ended."""
     for process in together:
@@ -138,8 +124,8 @@ def last_output(state: StateDir, name: str) -> str:
     """The last line of a process's output; an `error:` line among the last two is preferred."""
     try:
         with open_regular(state.logs / f"{name}.log") as file:
-            file.seek(max(os.fstat(file.fileno()).st_size - LAST_OUTPUT_BYTES_MAX, 0))
-            text = file.read(LAST_OUTPUT_BYTES_MAX).decode(errors="replace")
+            file.seek(max(os.fstat(file.fileno()).st_size - LAST_BYTES, 0))
+            text = file.read(LAST_BYTES).decode(errors="replace")
     except OSError:
         return ""
     # The traceback of an exception group has a prefix on each line and a border at its end.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
+from ...events import bounded_file
 from ...events.errors import UsageError
 from ..cluster.answers import Interrupted
 from ..cluster.client import Client, Refused, Unable, Unreachable, Urls
@@ -21,7 +22,7 @@ from .tasks import number_of, past_of
 
 CHUNK_BYTES = 1 << 16
 """An agent sends as much at once."""
-CHUNKS_NUM_MAX = 1 << 24
+CHUNKS_NUM_MAX = 2 * bounded_file.SIZE_BYTES_MAX // CHUNK_BYTES
 POLL_S = 0.2
 RESCAN_S = 1.0
 """Seconds between two reads of the log for new attempts."""
@@ -59,9 +60,14 @@ class _File(Struct):
             if tail is not None:
                 self._seek(client, tail)
             while True:
-                text, end = self._part(client, self.offset)
+                text, begin, end = self._part(client, self.offset)
+                if end < self.offset:  # it was emptied
+                    self.offset = 0
+                    continue
                 if end == self.offset:
                     break
+                if begin > self.offset:
+                    yield self._end_at_gap(begin - self.offset)
                 self.offset = end
                 *passed, text = text.split("\n", self.skip)
                 self.skip -= len(passed)
@@ -84,19 +90,27 @@ class _File(Struct):
             yield self.rest + self.decoder.decode(b"", final=True)
             self.rest = ""
 
-    def _part(self, client: Client, offset: int) -> tuple[str, int]:
-        """The text from the offset on, and the offset behind it."""
+    def _end_at_gap(self, num_bytes: int) -> str:
+        """The unfinished line before a gap, and a line about the gap."""
+        before, self.rest = self.rest, ""
+        told = f"[unicron: {num_bytes:,} bytes were dropped here, see output_bytes_max]\n"
+        return before + "\n" * bool(before) + told
+
+    def _part(self, client: Client, offset: int) -> tuple[str, int, int]:
+        """The text from the offset on, or from behind a gap there, and where it begins and ends; of
+        no text that is the file's end."""
         if self.path.exists():
             with self.path.open("rb") as file:
-                file.seek(offset)
-                data = file.read(CHUNK_BYTES)
-            return self.decoder.decode(data), offset + len(data)
+                begin, data = bounded_file.read_part(file.fileno(), offset, CHUNK_BYTES)
+            if begin != offset:
+                self.decoder.reset()
+            return self.decoder.decode(data), begin, begin + len(data)
         part = client.get(f"/v1/nodes/{self.node}/file", file=str(self.path), offset=offset)
-        return part["text"], part["end"]
+        return part["text"], part.get("begin", offset), part["end"]
 
     def _seek(self, client: Client, tail: int) -> None:
-        """Set where reading begins, and how many lines are passed over from there. The end is
-        searched for: an agent does not tell a file's size."""
+        """Set where reading begins, and how many lines are passed over from there: at most so many
+        as are behind a gap. The end is searched for: an agent does not tell a file's size."""
 
         def is_behind(number: int) -> bool:
             """Whether the file has nothing from this chunk on."""
@@ -106,8 +120,11 @@ class _File(Struct):
         lines = 0
         while begin and lines <= tail:
             begin -= CHUNK_BYTES
-            text, _ = self._part(client, begin)
+            text, at, _ = self._part(client, begin)
             self.decoder.reset()
+            if at > begin:
+                self.offset = bounded_file.HEAD_BYTES
+                return
             lines += text.count("\n") + (not lines and text[-1:] not in ("", "\n"))
         self.offset, self.skip = begin, max(lines - tail, 0)
 

@@ -18,6 +18,7 @@ from types import FrameType
 from msgspec import Struct, json, structs
 
 from ...control_plane.api.needs import ENDED
+from ...events.bounded_file import LOG_BYTES_MAX, BoundedFiles
 from ...events.decoding import from_json
 from ...events.errors import UnicronError, UsageError
 from ...events.log import embedded_server, reserve
@@ -339,6 +340,12 @@ class _Watch:
         """Supervise until a signal; then stop all."""
         if server := embedded_server.adopt(self._cluster.state.server):
             self._running[SERVER], self._password = server, server.password
+        state, logs = self._cluster.state, BoundedFiles()
+        for path in (
+            *(state.logs / f"{name}.log" for name in (UP, *self._cluster.names())),
+            state.server / embedded_server.LOG,
+        ):
+            logs.add(str(path), path, LOG_BYTES_MAX)
         for name in self._cluster.names():
             if found := self._cluster.find(name):
                 self._running[name] = found
@@ -346,7 +353,6 @@ class _Watch:
         while not stop.asked:
             for name in names:
                 self._outlast(name, partial(self._look, name))
-            self._outlast("the logs", partial(processes.limit_logs, self._cluster.state))
             self._outlast("the reserve", self._keep_reserve)
             time.sleep(WATCH_S)
         for line in _unfinished(self._cluster.state):

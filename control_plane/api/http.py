@@ -489,7 +489,7 @@ class HttpApi:
 
     async def file(self, call: Call[messages.FileQuery, None]) -> messages.FilePart:
         """A part of a node's file that has the output of a rank, from `offset` on: its text, and
-        the offset behind it."""
+        the offsets where that begins, for what was dropped is passed over, and ends."""
         node, offset = call.of, call.query.offset
         known = (await self._coordinator.settled()).nodes.get(node)
         if known is None or known.health == "left":
@@ -499,7 +499,8 @@ class HttpApi:
         if part.error:
             raise Refusal(404, f"the agent of {node} cannot read it: {part.error}", "")
         text, num = codecs.utf_8_decode(part.data, "replace")  # a cut character is for the next
-        return {"text": text, "end": offset + num}
+        begin = offset if part.begin < 0 else part.begin
+        return {"text": text, "begin": begin, "end": begin + num}
 
     async def _check_devices(self, bodies: Iterable[Body]) -> dict[str, str]:
         """What is wrong with each slot that shall return, by its name; "" for nothing. A slot
@@ -689,6 +690,7 @@ class HttpApi:
             "version": __version__,
             "agent_gone_s_max": state.policy.agent_gone_s_max,
             "has_lists": True,
+            "output_bytes_max": state.policy.output_bytes_max,
         }
 
     async def _identify(self, caller: Token, body: messages.Join, known: Node | None) -> None:

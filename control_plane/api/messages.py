@@ -193,7 +193,14 @@ Health = TypedDict(
 Ready = TypedDict("Ready", {"ok": bool, "why": NotRequired[str]})
 Leader = TypedDict("Leader", {"leader": str})
 Beginning = TypedDict("Beginning", {"after": int, "state": str})
-FilePart = TypedDict("FilePart", {"text": str, "end": int})
+FilePart = TypedDict(
+    "FilePart",
+    {
+        "text": str,
+        "begin": Annotated[int, Meta(description="Behind the offset if bytes there were dropped")],
+        "end": int,
+    },
+)
 TokenName = TypedDict("TokenName", {"name": str})
 LetterView = TypedDict(
     "LetterView",
@@ -247,6 +254,7 @@ Joined = TypedDict(
         "version": str,
         "agent_gone_s_max": float,
         "has_lists": Annotated[bool, Meta(description="Whether each node has a list of its own")],
+        "output_bytes_max": Annotated[int, Meta(description="Of the policy")],
     },
 )
 # `first_*`: where the log begins. `read_*`: how far it was read: below `last_seq`, ask again.

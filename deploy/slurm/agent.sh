@@ -9,7 +9,8 @@ node=$(printf %s "$SLURMD_NODENAME" | tr 'A-Z' 'a-z' | tr -c 'a-z0-9.-' '-')
 stop_file=$UNICRON_STATE/slurm/stop-$SLURM_JOB_ID
 agent= tries=0
 # srun may end before this node does, and its pipes with it.
-exec >> "$UNICRON_STATE/slurm/agent-$node.log" 2>&1
+log=$UNICRON_STATE/slurm/agent-$node.log
+exec >> "$log" 2>&1
 
 # With --no-kill, a job goes on without its batch script if the first node is lost. Two other nodes look
 # for that: the tasks leave, unless it was the control plane's node, and the job begins again.
@@ -62,6 +63,7 @@ while :; do
     agent=$!
     while kill -0 $agent 2> /dev/null; do
         sleep 1 & wait $!
+        [ "$(stat -c %s "$log")" -gt 67108864 ] && tail -c 16777216 "$log" > "$log.1" && : > "$log"
         # A second signal would end it without the ranks' last reports.
         [ -e "$stop_file" ] && kill -TERM $agent 2> /dev/null && break
         # The control plane has started on another node. The next agent takes over the ranks.

@@ -39,7 +39,7 @@ STOP_GRACE_S = 10.0
 REPLY_S_MAX = 2.0
 LOCK_S_MAX = 5.0
 """How long the threads of a killed server, or its log rewrite, may still hold the lock."""
-SOCKET = "server.sock"
+SOCKET, LOG = "server.sock", "server.log"
 FULL_HINT = "if its disk is full, make room there"
 _POLL_S = 0.02
 _children: dict[int, subprocess.Popen[bytes]] = {}
@@ -216,7 +216,7 @@ def _start(binary: Path, directory: Path, lock: FileLock, former: str) -> Server
     if password is None:
         password = former or secrets.token_hex(24)
         write_private(directory / "password", password.encode())
-    config, log = directory / "valkey.conf", directory / "server.log"
+    config, log = directory / "valkey.conf", directory / LOG
     # The socket's path is relative to `dir`: a longer one may not fit into a socket address.
     text = _CONFIG.format(
         socket=SOCKET, password=password, directory=_quoted(directory), log=_quoted(log)

@@ -89,6 +89,9 @@ class FilePart(Struct, frozen=True):
     number: str
     data: bytes = b""
     error: str = ""
+    begin: int = -1
+    """Where the bytes begin, for what was dropped is passed over; the file's end if there are none;
+    -1: at the offset, of an older agent."""
 
 
 class ReaderPort(Protocol):

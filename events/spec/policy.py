@@ -15,6 +15,7 @@ ALPHAS = (0.0, 0.5, 1.0, 2.0)
 """The values of `alpha` that a policy may set."""
 DURABILITIES = ("always", "everysec", "none")
 REDACT = ("*KEY*", "*TOKEN*", "*SECRET*", "*PASSWORD*", "*CREDENTIAL*")
+OUTPUT_BYTES_MAX = 256 << 20
 REDACT_NUM_MAX, REDACT_CHARS_MAX = 64, 100
 _WAIT = (1e-3, 1e6)
 _SPAN = (1e-3, 1e15)
@@ -49,6 +50,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "quotas": (0, _NUM_MAX),
     "repair_s": _SPAN,
     "copies_bytes_max": (0, 2**53),
+    "output_bytes_max": (8 << 20, 2**40),
     "seal_records": (1, _NUM_MAX),
     "seal_s": _SPAN,
     "ended_keep_s": (0, 1e15),
@@ -151,6 +153,10 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     copies_bytes_max: int = 0
     """The host memory of one node that in-memory checkpoints of all tasks may take, in bytes. 0:
     each node's own limit, by default a quarter of the memory that is available at its start."""
+    output_bytes_max: int = OUTPUT_BYTES_MAX
+    """How much of its node's disk the output of one process may take, in bytes, but at most a
+    quarter of what is free there: of more, the first 64 kB and the end stay. Those of the former
+    attempts of a rank may take as much together. An agent has it from its start on."""
     seal_records: int = 10_000
     """The leader moves the log to a segment file when the server holds this many records more; the
     server's memory has twice as many at most."""

@@ -36,6 +36,7 @@ from unicron.cli.cluster.local_cluster import (
 )
 from unicron.cli.cluster.state_dir import StateDir
 from unicron.cli.commands import up as command
+from unicron.events.bounded_file import LOG_BYTES_MAX
 from unicron.events.log import embedded_server
 from up_cluster import ALL, LIMIT_S, Cluster, until
 
@@ -714,24 +715,25 @@ def test_a_process_that_ended_before_its_pid_file_is_not_alive():
     assert not processes.Process(name="n1", pid=2**22 + 1, started="").is_alive
 
 
-def test_a_log_of_ours_that_grows_is_cut_while_its_process_writes_on(tmp_path, monkeypatch):
+def test_the_last_line_of_a_long_log_is_read(tmp_path):
     state = StateDir(tmp_path / "state")
     state.create()
-    monkeypatch.setattr(processes, "LOG_BYTES_MAX", 100)
-    log, before = state.logs / "up.log", state.logs / "up.log.1"
-    with log.open("ab", buffering=0) as writes:
-        writes.write(b"a" * 101)
-        processes.limit_logs(state)
-        writes.write(b"b")
-        processes.limit_logs(state)
-        assert (log.read_bytes(), before.read_bytes()) == (b"b", b"a" * 101)
-        writes.write(b"c" * 100)
-        before.unlink()
-        before.mkdir()  # it cannot be copied
-        processes.limit_logs(state)
-        assert log.read_bytes() == b""
-    log.unlink()
-    processes.limit_logs(state)
+    with (state.logs / "up.log").open("wb") as log:
+        log.truncate(1 << 40)
+        log.seek(0, os.SEEK_END)
+        log.write("\nerror: é\n".encode())
+    assert processes.last_output(state, "up") == "é"
+
+
+def test_the_logs_of_a_running_cluster_are_bounded(cluster):
+    assert cluster.up().returncode == 0
+    logs = [cluster.state.server / "server.log"]
+    logs += [cluster.state.logs / f"{name}.log" for name in (*ALL, "shim-n1")]
+    for path in logs:
+        assert path.exists()
+        with path.open("ab") as log:
+            log.write(b"x" * (LOG_BYTES_MAX + (1 << 20)))
+    until(lambda: all(path.stat().st_blocks * 512 < LOG_BYTES_MAX for path in logs))
 
 
 def test_up_starts_and_watches_two_control_planes(cluster):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from unicron.cli.commands import logs
+from unicron.events.bounded_file import HEAD_BYTES, BoundedFile
 from unicron.events.log.port import FileRequest
 from unicron.workers.agent.output_files import read_part
 
@@ -40,7 +41,7 @@ class Agents:
         part = read_part(Path(file).parent, FileRequest(number="1", path=file, offset=offset))
         assert not part.error
         text, num = codecs.utf_8_decode(part.data, "replace")
-        return {"text": text, "end": offset + num}
+        return {"text": text, "begin": part.begin, "end": part.begin + num}
 
 
 @settings(max_examples=60)
@@ -94,3 +95,63 @@ def test_parts_of_two_files_do_not_share_a_line(
     assert {len(set(line[4:]) - {"é"}) <= 1 for line in lines} == {True}
     assert sum(line.count("0") - 1 for line in lines if line[0] == "0") >= 1 << 17
     assert [line[0] for line in lines if line.endswith("é")] == ["0", "1"]
+
+
+def printed(path: Path, patch: pytest.MonkeyPatch, tail: int | None = None) -> str:
+    found: list[str] = []
+    patch.setattr(logs.console, "write", found.append)
+    printer = logs._Printer(prefixed=False)
+    file = logs._File(rank=0, attempt=1, node="n1", path=path)
+    logs._show(Agents(), printer, [file], whole=True, tail=tail)  # type: ignore[arg-type]
+    printer.end()
+    return "".join(found)
+
+
+@pytest.mark.parametrize("kind", [Path, Far])
+def test_a_gap_is_told_between_head_and_tail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Path]
+) -> None:
+    path, text = tmp_path / "0.log", "".join(f"é {number:08}\n" for number in range(2_000_000))
+    path.write_bytes(data := text.encode())
+    BoundedFile(path, 8 << 20).look()
+    head, _, rest = printed(kind(path), monkeypatch).partition("\n[unicron: ")
+    told, _, end = rest.partition(" bytes were dropped here, see output_bytes_max]\n")
+    begin = len(data) - len(end.encode("utf-8"))
+    assert text.startswith(head)
+    assert HEAD_BYTES - 4 <= len(head.encode()) <= HEAD_BYTES
+    assert data.endswith(end[2:].encode()), "behind the first, perhaps cut, character"
+    assert abs(int(told.replace(",", "")) - (begin - HEAD_BYTES)) <= 8
+    lines = printed(kind(path), monkeypatch, tail=1000).splitlines()
+    assert lines == text.splitlines()[-1000:]
+    lines = printed(kind(path), monkeypatch, tail=10_000_000).splitlines()
+    assert lines[0] == f"[unicron: {told} bytes were dropped here, see output_bytes_max]"
+    assert lines[2:] == end.splitlines()[1:], "as many lines as are behind the gap"
+
+
+@pytest.mark.parametrize("kind", [Path, Far])
+def test_following_goes_on_across_a_gap_and_a_new_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Path]
+) -> None:
+    path, found = tmp_path / "0.log", list[str]()
+    monkeypatch.setattr(logs.console, "write", found.append)
+    monkeypatch.setattr(logs, "RESCAN_S", 0.0)
+    printer = logs._Printer(prefixed=False)
+    file = logs._File(rank=0, attempt=1, node="n1", path=kind(path))
+    bounded: BoundedFile | None = None
+    with path.open("ab", buffering=0) as log:
+        for data in (
+            b"first\nbegun \xc3",
+            b"\xa9\n" + b"x" * 1000 + b"\n" + b"z" * (20 << 20) + b"\nlast\n",
+        ):
+            log.write(data)
+            bounded = bounded or BoundedFile(path, 8 << 20)
+            bounded.look()
+            logs._show(Agents(), printer, [file], whole=False)  # type: ignore[arg-type]
+    text = "".join(found)
+    assert text.startswith("first\nbegun é\n" + "x" * 1000 + "\nzzz")
+    assert text.count(" bytes were dropped here") == 1
+    assert text.endswith("zzz\nlast\n")
+    found.clear()
+    path.write_bytes(b"anew\n")
+    logs._show(Agents(), printer, [file], whole=False)  # type: ignore[arg-type]
+    assert "".join(found) == "anew\n"

@@ -24,10 +24,11 @@ from unicron.events.records.orders import StartRank, StopRank
 from unicron.events.records.reports import NodeJoined, RankStarted, ReportsLost
 from unicron.events.records.types import Body, Slot
 from unicron.events.spec.job import JobSpec, parse
+from unicron.events.spec.policy import OUTPUT_BYTES_MAX
 from unicron.workers.agent.agent import Agent
 from unicron.workers.agent.delivery.spool import Spool
 from unicron.workers.agent.processes.launcher import NodeConfig
-from unicron.workers.agent.processes.process import Process
+from unicron.workers.agent.processes.process import Output, Process
 from unicron.workers.agent.processes.shim import Shim
 from unicron.workers.host import linux
 
@@ -239,7 +240,13 @@ def new_shim(folder: Path) -> Shim:
 def start(shim: Shim, argv: Sequence[str], log_path: Path, marker: tuple[str, str]) -> Process:
     """A process as of a rank."""
     return Process.start(
-        shim, "1.0.1", lambda at: b"", argv, env=os.environ, marker=marker, log_path=log_path
+        shim,
+        "1.0.1",
+        lambda at: b"",
+        argv,
+        env=os.environ,
+        marker=marker,
+        output=Output(log_path, OUTPUT_BYTES_MAX),
     )
 
 
@@ -370,6 +377,7 @@ class PlaneStub:
         self.url = ""
         self.agents: list[subprocess.Popen[bytes]] = []
         self.gone_s = 60.0
+        self.output_bytes_max = OUTPUT_BYTES_MAX
         self._redis_url = url
         self.refusal = 0
         """If not 0, the status of the answers to joins."""
@@ -394,6 +402,7 @@ class PlaneStub:
                 "key": self.identities.key(request_body["node"]).hex(),
                 "agent_gone_s_max": self.gone_s,
                 "has_lists": True,
+                "output_bytes_max": self.output_bytes_max,
             }
         )
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import structlog
 
 from ...events import network_address
+from ...events.bounded_file import LOG_BYTES_MAX
 from ...events.errors import UsageError
 from ...events.records.types import STORES_NUM_MAX
 from ..checkpoint_store import protocol
@@ -122,6 +123,7 @@ class CheckpointStore:
                 ours.setblocking(False)
                 self._log_path.parent.mkdir(parents=True, exist_ok=True)
                 with self._log_path.open("ab") as log:
+                    self._shim.bound(STORE_PROCESS, self._log_path, LOG_BYTES_MAX)
                     self.pid = self._shim.start(
                         STORE_PROCESS,
                         b"",

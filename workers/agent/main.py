@@ -314,6 +314,7 @@ def _node(
         redact=joined.redact,
         run_as=run_as,
         gone_s=joined.agent_gone_s_max,
+        output_bytes_max=joined.output_bytes_max,
         store_secret=store_secret(bytes.fromhex(joined.key)),
     )
 

@@ -1,13 +1,13 @@
-"""Answers the control plane: parts of ranks' output, and trials of devices."""
+"""Answers the control plane: parts of ranks' output, trials of devices; removes old outputs."""
 
 import asyncio
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
 from msgspec import msgpack
 
+from ...events import bounded_file
 from ...events.errors import LogError, UsageError
 from ...events.log.port import FilePart, FileRequest
 from ...events.log.redis_streams import RedisLog
@@ -15,16 +15,29 @@ from ...events.object_storage import reason
 from ...events.regular_files import open_regular
 from .delivery.log_link import backoff_s
 from .health.device_trial import try_devices
+from .processes import former_outputs
 
 WAIT_S = 5.0
 PART_BYTES_MAX = 1 << 16
+REMOVE_S = 600.0
+"""Time between two looks at the outputs of ended tasks."""
 
 _log = structlog.get_logger("agent")
 
 
 async def serve(log: RedisLog, node: str, folder: Path, devices: Sequence[str] = ()) -> None:
     """Answer requests for files in `folder`, and for trials of the slots' devices, until cancelled.
-    A lost answer is not repeated."""
+    A lost answer is not repeated. Now and then, remove the oldest outputs of ended tasks there."""
+    await asyncio.gather(_answer_requests(log, node, folder, devices), _remove_oldest(folder))
+
+
+async def _remove_oldest(folder: Path) -> None:
+    while True:
+        await asyncio.to_thread(former_outputs.remove_oldest, folder)
+        await asyncio.sleep(REMOVE_S)
+
+
+async def _answer_requests(log: RedisLog, node: str, folder: Path, devices: Sequence[str]) -> None:
     num_failed = 0
     while True:
         try:
@@ -54,7 +67,7 @@ def read_part(folder: Path, request: FileRequest) -> FilePart:
     try:
         # A rank that runs as this user may have put a pipe there.
         with open_regular(path, follow=False) as file:
-            data = os.pread(file.fileno(), PART_BYTES_MAX, request.offset)
-            return FilePart(number=request.number, data=data)
+            begin, data = bounded_file.read_part(file.fileno(), request.offset, PART_BYTES_MAX)
+            return FilePart(number=request.number, data=data, begin=begin)
     except OSError as error:
         return FilePart(number=request.number, error=reason(error))

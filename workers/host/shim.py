@@ -16,11 +16,13 @@ import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import msgspec
 from msgspec import Struct
 
+from ...events.bounded_file import BoundedFiles
 from ...events.decoding import Decoder
 from ...events.errors import UsageError
 from . import linux, rank_user
@@ -48,11 +50,13 @@ class Served(Struct, frozen=True, tag=True):
 
 class Held(Struct, frozen=True, tag=True):
     """Hold the files that come with this message under a key, and a note, until Reap or Release.
-    `pid`: a child of the shim, 0 if the files are of no process. The reply is empty."""
+    `pid`: a child of the shim, 0 if the files are of no process. `bytes_max`: the note is the path
+    of an output, which may take so much of its disk while the key is held. The reply is empty."""
 
     key: str
     note: bytes = b""
     pid: int = 0
+    bytes_max: int = 0
 
 
 class Start(Struct, frozen=True, tag=True):
@@ -138,6 +142,7 @@ class _Shim:
         self._listener = listener
         self._agent: socket.socket | None = None
         self._entries: dict[str, _Entry] = {}
+        self._outputs = BoundedFiles()
         self._changed = -1
         self._gone_s = 0.0
         self._gone_at = time.monotonic() + FIRST_S_MAX
@@ -221,9 +226,12 @@ class _Shim:
     ) -> None:
         self._release(held.key)
         self._entries[held.key] = _Entry(held, files, popen)
+        if held.bytes_max:
+            self._outputs.add(held.key, Path(os.fsdecode(held.note)), held.bytes_max)
 
     def _release(self, key: str) -> None:
         entry = self._entries.pop(key, None)
+        self._outputs.drop(key)
         if entry is not None:
             for file in entry.files:
                 os.close(file)

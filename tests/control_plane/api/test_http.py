@@ -22,7 +22,7 @@ from unicron.control_plane.state.cluster import DECIDER_VERSION
 from unicron.events.records import codec
 from unicron.events.records.reports import NodeJoined, NodeLeft, RankStarted
 from unicron.events.spec import job
-from unicron.events.spec.policy import REDACT, Policy
+from unicron.events.spec.policy import OUTPUT_BYTES_MAX, REDACT, Policy
 
 TWO: dict[str, Any] = JOB | {"name": "two", "train": {"iterations": 3, "output": "/two"}}
 
@@ -394,6 +394,7 @@ async def test_an_agent_joins(site: Site) -> None:
         "redact": list(REDACT),
         "agent_gone_s_max": 60.0,
         "has_lists": True,
+        "output_bytes_max": OUTPUT_BYTES_MAX,
         "version": __version__,
     }
     for name in ("No Name", "operator", "leader"):

@@ -20,7 +20,7 @@ from ....events.errors import Leased, UsageError
 from ....events.log.identity import new_secret
 from ....events.private_files import read_private, write_private
 from ....events.records.types import Labels
-from ....events.spec.policy import REDACT
+from ....events.spec.policy import OUTPUT_BYTES_MAX, REDACT
 from .log_link import backoff_s
 
 JOIN_S_MAX = 60.0
@@ -45,6 +45,7 @@ class Joined(Struct, frozen=True, kw_only=True):
     """Signs this node's reports, and the orders for it; in hex digits."""
     redact: tuple[str, ...] = REDACT
     agent_gone_s_max: float = 60.0
+    output_bytes_max: int = OUTPUT_BYTES_MAX
     version: str = ""
     cluster_id: str = ""
     """Distinguishes clusters of the same name; "": told by an older control plane."""

@@ -4,7 +4,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct, json, msgpack, structs
@@ -14,14 +13,14 @@ from ....events.decoding import from_msgpack
 from ....events.records.orders import StartRank
 from ....events.records.types import Labels
 from ....events.spec.launchers import launcher_of
-from ....events.spec.policy import REDACT
+from ....events.spec.policy import OUTPUT_BYTES_MAX, REDACT
 from ...host import output_owner
 from ...host.rank_user import RankUser
 from ...ipc.pipe_protocol import FD, LOOP, PULSE, Frame, Unpacker, pack
 from ...ipc.progress_page import ProgressPage
-from . import torch_files
+from . import former_outputs, torch_files
 from .pipe import Pipe
-from .process import Process
+from .process import Output, Process
 from .shim import ZYGOTE, Shim
 from .zygote import Zygote
 
@@ -54,6 +53,8 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
     """Whether its ranks are monitored for stalls."""
     gone_s: float = 60.0
     """Policy.agent_gone_s_max."""
+    output_bytes_max: int = OUTPUT_BYTES_MAX
+    """Policy.output_bytes_max."""
     store_secret: bytes = b""
     """Of the node's checkpoint store (workers/checkpoint_store/protocol.py)."""
 
@@ -156,8 +157,8 @@ class Launcher:
             return msgpack.encode(_Note(pack(frame), str(log_path), log_start, str(folder)))
 
         errors = torch_files.error_file_of(log_path, folder)
-        with suppress(OSError):  # in an earlier log a task with this number may have left a file
-            errors.unlink()
+        output = Output(log_path, node.output_bytes_max)
+        former_outputs.remove_attempts(output.path, folder, output.bytes_max)
         env = {**environment(order, node, os.environ), torch_files.ERROR_FILE_ENV: str(errors)}
         files = {"--fd": pipe.theirs.fileno()} if pipe is not None else {}
         if page is not None:
@@ -174,7 +175,7 @@ class Launcher:
                 on_this_node(order.spec.command, env),
                 env=env,
                 marker=marker,
-                log_path=log_path,
+                output=output,
                 held=held,
                 files={FD_ENV[option]: fd for option, fd in files.items()},
                 folder=order.spec.folder,
@@ -188,7 +189,7 @@ class Launcher:
                 note,
                 env=env,
                 marker=marker,
-                log_path=log_path,
+                output=output,
                 files=tuple(files.values()),
                 held=held,
             )
@@ -200,7 +201,7 @@ class Launcher:
                 node.rank_argv,
                 env=env,
                 marker=marker,
-                log_path=log_path,
+                output=output,
                 files=files,
                 held=held,
                 user=user,

@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
+from ....events.bounded_file import ASIDE
 from ...host import linux
-from .shim import Shim
+from . import former_outputs
+from .shim import OUTPUT, Shim
 from .zygote import Zygote
 
 ADOPTED_S_MAX = 5.0
@@ -36,6 +38,13 @@ class Exit(NamedTuple):
     signal: int | None
     dumped: bool = False
     """It dumped core."""
+
+
+class Output(NamedTuple):
+    """The file that a process writes to, and how much of its disk that may take."""
+
+    path: Path
+    bytes_max: int
 
 
 class Process:
@@ -78,13 +87,13 @@ class Process:
         *,
         env: Mapping[str, str],
         marker: tuple[str, str],
-        log_path: Path,
+        output: Output,
         files: Mapping[str, int] | None = None,
         held: Sequence[int] = (),
         folder: str = "",
         user: str = "",
     ) -> Process:
-        """Have the shim start `argv`, with stdout and stderr appended to `log_path`. `note` makes
+        """Have the shim start `argv`, with stdout and stderr appended to `output`. `note` makes
         what the shim holds, of the place where the output begins; the rest as for Shim.start.
         Raises OSError."""
         if folder and not os.path.isdir(folder):
@@ -92,8 +101,7 @@ class Process:
                 f"its folder {folder} is not on this node: submit from a "
                 "folder that all nodes have, or name one with folder:"
             )
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("ab") as log:
+        with _opened(parent, key, output) as log:
             log_start = log.tell()
             pid = parent.start(
                 key,
@@ -106,7 +114,7 @@ class Process:
                 folder=folder,
                 user=user,
             )
-        return cls(pid, log_path, log_start, f"{marker[0]}={marker[1]}".encode(), parent, key)
+        return cls(pid, output.path, log_start, f"{marker[0]}={marker[1]}".encode(), parent, key)
 
     @classmethod
     def fork(
@@ -118,17 +126,16 @@ class Process:
         *,
         env: Mapping[str, str],
         marker: tuple[str, str],
-        log_path: Path,
+        output: Output,
         files: Sequence[int],
         held: Sequence[int],
     ) -> Process:
         """Fork a training rank, with pipe and page, for the shim to adopt. Raises OSError."""
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("ab") as log:
+        with _opened(parent, key, output) as log:
             log_start = log.tell()
             pid = zygote.fork({**env, marker[0]: marker[1]}, log.fileno(), *files)
         parent.hold(key, note(log_start), held, pid)
-        return cls(pid, log_path, log_start, f"{marker[0]}={marker[1]}".encode(), parent, key)
+        return cls(pid, output.path, log_start, f"{marker[0]}={marker[1]}".encode(), parent, key)
 
     async def wait(self) -> Exit:
         """Wait until the process has ended; it stays a zombie until `end_group`."""
@@ -206,12 +213,17 @@ class Process:
         self.close()
 
     def output(self, bytes_max: int) -> bytes:
-        """The end of this attempt's output. Raises OSError."""
+        """The end of this attempt's output, also of what was before it began anew. Raises
+        OSError."""
         with self.log_path.open("rb") as log:
             end = log.seek(0, os.SEEK_END)
             begin = self.log_start if self.log_start <= end else 0  # the file was truncated
             log.seek(max(begin, end - bytes_max))
-            return log.read(bytes_max)
+            data = log.read(bytes_max)
+        aside = self.log_path.with_name(self.log_path.name + ASIDE)
+        if len(data) < bytes_max and aside.exists():
+            data = (aside.read_bytes() + data)[-bytes_max:]
+        return data
 
     def close(self) -> None:
         """Stop monitoring."""
@@ -275,3 +287,17 @@ class Process:
                     self._shim.reap(proc.pid)
         left = [proc for proc in linux.descendants(roots, procs) if proc.state not in "ZX"]
         return left, has_unknown
+
+
+@contextmanager
+def _opened(shim: Shim, key: str, output: Output) -> Generator[BinaryIO]:
+    """The file that gets the output of a process that is started, bounded by the shim."""
+    output.path.parent.mkdir(parents=True, exist_ok=True)
+    with output.path.open("ab") as file:
+        former_outputs.mark_used(file.fileno())
+        shim.bound(key, output.path, output.bytes_max)
+        try:
+            yield file
+        except OSError:
+            shim.reap(key=OUTPUT + key)
+            raise

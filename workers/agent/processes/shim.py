@@ -18,6 +18,7 @@ import msgspec
 import structlog
 
 from ....events import unix_socket
+from ....events.bounded_file import LOG_BYTES_MAX
 from ....events.decoding import Decoder
 from ....events.errors import UnicronError
 from ...host import linux, shim
@@ -25,9 +26,10 @@ from ...host import linux, shim
 ARGV = (sys.executable, "-P", "-m", "unicron.workers.host.shim")
 CALL_S_MAX = 30.0
 """A call takes a millisecond. The first one waits until a new shim has started."""
-NODE, STORE, STORE_PROCESS, ZYGOTE = "node", "store", "store-process", "zygote"
-CHECK = "check/"
-"""Keys of what is held, other than the ranks' `task.rank.attempt`; CHECK begins that of a check."""
+NODE, SHIM, STORE, STORE_PROCESS, ZYGOTE = "node", "shim", "store", "store-process", "zygote"
+CHECK, OUTPUT = "check/", "output/"
+"""Keys of what is held, other than the ranks' `task.rank.attempt`; CHECK begins that of a check,
+OUTPUT that of the output of what has the rest as its key."""
 
 _log = structlog.get_logger("agent")
 _replies = Decoder(shim.Reply)
@@ -90,7 +92,9 @@ class Shim:
                     start_new_session=True,
                 ).returncode = 0
                 connection.connect(address)
-        return cls(connection, path)
+        shim_of_node = cls(connection, path)
+        shim_of_node.bound(SHIM, log_path, LOG_BYTES_MAX)
+        return shim_of_node
 
     def serve(self, gone_s: float) -> None:
         """From now on, the shim ends all if no agent has served for `gone_s`."""
@@ -140,13 +144,20 @@ class Shim:
         """Hold files, and a child of the shim that it has not started itself."""
         self._call(shim.Held(key, note, pid), *files)
 
+    def bound(self, key: str, path: Path, bytes_max: int) -> None:
+        """From now on, also without an agent, the output of a process may take so much of its disk:
+        its beginning and its end stay (events/bounded_file.py). A former shim does not do it."""
+        self._call(shim.Held(OUTPUT + key, os.fsencode(path), bytes_max=bytes_max))
+
     def status(self, pid: int) -> shim.Reply:
         """How a process has ended, if it has."""
         return self._call(shim.Status(pid))
 
     def reap(self, *pids: int, key: str = "") -> None:
-        """Reap ended processes, and release what is held under `key`."""
+        """Reap ended processes, and release what is held under `key`, and its output."""
         self._call(shim.Reap(pids, key))
+        if key:
+            self._call(shim.Reap((), OUTPUT + key))
 
     def discard(self, key: str, pid: int) -> None:
         """Kill a process and release its key; a sweep reaps it."""

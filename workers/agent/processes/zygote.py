@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from ....events.bounded_file import LOG_BYTES_MAX
 from ....events.decoding import from_msgpack
 from ...ipc.pipe_protocol import REQUEST_BYTES_MAX, ForkReply, ForkRequest
 from .shim import ZYGOTE, Shim
@@ -108,6 +109,7 @@ class Zygote:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         with theirs, self._log_path.open("ab") as log:
+            self._shim.bound(ZYGOTE, self._log_path, LOG_BYTES_MAX)
             self._pid = self._shim.start(
                 ZYGOTE,
                 b"",

@@ -198,9 +198,10 @@ function Output({ task, mayRead }: { task: Task; mayRead: boolean }) {
     const read = async () => {
       for (let offset = 0; !stop.signal.aborted;) {
         const part = await get("/v1/nodes/{node}/file", { node, file, offset }, stop.signal)
-        setText(before => (before + part.text).slice(-OUTPUT_CHARS_MAX))
+        const gap = part.begin > offset ? `\n[${count(part.begin - offset)} bytes were dropped here]\n` : ""
+        setText(before => (before + gap + part.text).slice(-OUTPUT_CHARS_MAX))
         if (part.end === offset) await new Promise(done => { setTimeout(done, 2000) })
-        offset = part.end
+        offset = part.end < offset ? 0 : part.end // it was emptied
       }
     }
     read().catch((error: unknown) => { if (!stop.signal.aborted) setProblem(error as Problem) })
