@@ -592,7 +592,7 @@ ASKS = (
     ("status",),
     ("status", "job"),
     ("status", "-o", "json"),
-    ("nodes",),
+    ("status", "nodes"),
     ("plan",),
     ("history",),
     ("tail",),
