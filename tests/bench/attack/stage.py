@@ -62,7 +62,8 @@ class Victim:
     def __init__(self, cluster: RealCluster, name: str = "victim") -> None:
         self._cluster, self.starts = cluster, cluster.path / "out" / f"{name}.starts"
         script = f"echo $$ $(date +%s.%N) >> {self.starts}; exec sleep 100000"
-        self.task = cluster.submit(command(name, ["sh", "-c", script]))
+        # no other task is to have its slot while it is away
+        self.task = cluster.submit(command(name, ["sh", "-c", script], weight=1_000.0))
         cluster.wait(lambda: (self._last() and self._last()) or None, "the victim runs")
 
     def _last(self) -> tuple[int, float] | None:
