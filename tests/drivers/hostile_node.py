@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -39,7 +40,8 @@ class HostileNode:
         self._runner = asyncio.Runner()
         self._log = RedisLog(joined["redis_url"], self.cluster, only_key(name, self.key))
         self._num = 0
-        self.inbox = self._own_inbox()
+        self.lists = self._open_lists()
+        """The lists to which it may append, its own first."""
 
     def __enter__(self) -> Self:
         return self
@@ -54,19 +56,16 @@ class HostileNode:
         self._runner.run(self._log.close())
         self._runner.close()
 
-    def _own_inbox(self) -> str:
-        """The list to which this node may append: its own, or the one of all nodes before 0.4."""
-        keys = (
-            f"{{unicron:{self.cluster}}}:inbox:{self.name}",
-            f"{{unicron:{self.cluster}}}:inbox",
-        )
-        for key in keys:
-            try:
+    def _open_lists(self) -> list[str]:
+        """Its own list, the one of all nodes of 0.3.0, and the one that wakes the leader."""
+        names = (f"inbox:{self.name}", "inbox", "bell")
+        found: list[str] = []
+        for key in (f"{{unicron:{self.cluster}}}:{name}" for name in names):
+            with suppress(redis.exceptions.NoPermissionError):
                 self._server.rpush(key, b"")
-            except redis.exceptions.NoPermissionError:
-                continue
-            return key
-        raise AssertionError(f"{self.name} may append to none of {keys}")
+                found.append(key)
+        assert found, f"{self.name} may append to no list"
+        return found
 
     # --- as an agent ----------------------------------------------------------------------------
     def join(self, num_slots: int = 0) -> None:
@@ -120,10 +119,11 @@ class HostileNode:
         """The bytes of a report, signed with this node's key."""
         return sign_report(self.key, codec.encode_report(report))
 
-    def push(self, entries: Sequence[bytes]) -> None:
-        """Append any bytes."""
+    def push(self, entries: Sequence[bytes], to: int = 0) -> None:
+        """Append any bytes to its own list, or to another that is open to it."""
+        key = self.lists[to % len(self.lists)]
         for begin in range(0, len(entries), PUSHED_NUM):
-            self._server.rpush(self.inbox, *entries[begin : begin + PUSHED_NUM])
+            self._server.rpush(key, *entries[begin : begin + PUSHED_NUM])
 
     def malformed(self) -> Iterable[bytes]:
         """What has ended control planes: unsigned and too deep; a source of many digits; an

@@ -53,6 +53,7 @@ REST_S = 0.2
 """How long a server may wait for the rest of a flawed request before the client closes."""
 HEAD_BYTES_MAX = 1 << 16
 Case = Callable[[random.Random], int | None]
+Says = Callable[[int, int], bytes]
 
 
 class Area(NamedTuple):
@@ -441,30 +442,38 @@ with open(sys.argv[1], "rb") as file:
 
 @contextmanager
 def rank_pipe(folder: Path) -> Iterator[Case]:
-    """Each case is a rank, a process of its own, that says something to a real agent."""
+    """A rank says something over its pipe."""
+    with hostile_ranks(folder, SAYS) as run:
+        yield lambda rng: run(lambda attempt, pid: _said(rng, attempt, pid))
+
+
+@contextmanager
+def hostile_ranks(folder: Path, program: str) -> Iterator[Callable[[Says], None]]:
+    """Yields a function that starts a rank, a process of its own under a real agent, and waits for
+    its exit. What it says is made from its attempt and the pid of a stranger."""
     says = folder / "says"
     bystander = subprocess.Popen(["sleep", "3600"])
     with asyncio.Runner() as runner:
         opened = local_node(
             MemoryLog(runner.get_loop().time),
             folder,
-            rank_argv=(sys.executable, "-I", "-S", "-c", SAYS, str(says)),
+            rank_argv=(sys.executable, "-I", "-S", "-c", program, str(says)),
         )
         node = runner.run(opened.__aenter__())
         attempts = iter(range(1, 1 << 30))
 
-        async def run(data: bytes, attempt: int) -> None:
-            says.write_bytes(data)
+        async def start(attempt: int) -> None:
             await node.start(train(0), attempt=attempt)
             async with asyncio.timeout(ANSWER_S_MAX):
                 await _exit_of(node, attempt)
 
-        def case(rng: random.Random) -> None:
+        def run(said: Says) -> None:
             attempt = next(attempts)
-            runner.run(run(_said(rng, attempt, bystander.pid), attempt))
+            says.write_bytes(said(attempt, bystander.pid))
+            runner.run(start(attempt))
 
         try:
-            yield case
+            yield run
             assert bystander.poll() is None, "a rank made the agent end another process"
         finally:
             bystander.kill()

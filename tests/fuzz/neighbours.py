@@ -18,15 +18,14 @@ import shutil
 import socket
 import struct
 import subprocess
-import sys
 import threading
-import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from urllib.parse import urlencode
 
 import msgspec
@@ -34,9 +33,11 @@ from checkpoint_stores import NODE_KEY, SECRET, put
 from fuzz.areas import (
     ANSWER_S_MAX,
     DATA,
+    SAYS,
     Area,
     Case,
     control_plane,
+    hostile_ranks,
     run_command,
 )
 from fuzz.bounds import Bounds
@@ -57,8 +58,8 @@ from unicron.events.log.segments import Folder, SealedLog, Segment
 from unicron.events.records import codec
 from unicron.events.records.codec import UnknownBody
 from unicron.events.records.reports import RankReady
+from unicron.workers.agent import agent as agent_module
 from unicron.workers.agent.checkpoint_store import ARGV
-from unicron.workers.agent.processes.pipe import Pipe
 from unicron.workers.checkpoint_store import protocol
 from unicron.workers.checkpoint_store.store import BYTES_MAX
 from unicron.workers.ipc.pipe_protocol import FRAME_BYTES_MAX, Frame, pack
@@ -108,7 +109,7 @@ def inbox(folder: Path) -> Iterator[Case]:
                 bounds.check()
 
             def case(rng: random.Random) -> None:
-                evil.push([_report(rng, evil)])
+                evil.push([_report(rng, evil)], to=rng.choice((0, 0, 0, 0, 1, 2)))
                 if not next(numbers) % EVERY_NUM:
                     settle()
 
@@ -147,166 +148,93 @@ def _report(rng: random.Random, node: HostileNode) -> bytes:
     return bytes(32) + wire if which < 0.2 else sign_report(node.key, wire)
 
 
-# --- a rank's progress page -----------------------------------------------------------------------
-LOOKS = """
-import os, socket, struct, sys, time
-from agent_driver import train
-from unicron.events.records import codec
-from unicron.events.records.orders import StartRank
-from unicron.events.records.types import Slot
-from unicron.workers.agent.monitoring.rank_monitor import RankMonitors
-
-link = socket.socket(fileno=int(sys.argv[1]))
-monitors = RankMonitors(lambda body, at_s: codec.encode_body(body))
-order = StartRank(nodes=("n1",), task=1, rank=0, attempt=1, slot=Slot("n1", 0), spec=train(0),
-                  num_seats=1, host="", port=0, checkpoint="")
-while told := link.recv(8):
-    (now_s,) = struct.unpack("<d", told)
-    if now_s < 0:
-        monitors.drop(order)
-        page = monitors.open(order)
-        socket.send_fds(link, [b"p"], [page.fd])
-        monitors.begin(order, page, os.getpid())
-    else:
-        monitors.look(now_s)
-        link.send(b"k")
+# --- a rank's progress page, and depth in its pipe ------------------------------------------------
+SCRIBBLES = """
+import json, os, sys, time
+fd = int(sys.argv[sys.argv.index("--pulse") + 1])
+with open(sys.argv[1]) as file:
+    for length, data in json.load(file):
+        try:
+            os.pwrite(fd, bytes.fromhex(data), 0)
+            if length >= 0:
+                os.ftruncate(fd, length)
+        except OSError:
+            pass
+        time.sleep(0.01)
 """
-"""What an agent does with its ranks' pages: -1: a rank starts; else a look at this time."""
-
-
-class Looker:
-    """A process that reads a page as an agent does; SIGBUS ends it, and not this one."""
-
-    def __init__(self, log: Path) -> None:
-        self._log = log
-        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._link.settimeout(ANSWER_S_MAX)
-        with log.open("wb") as output, theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-c", LOOKS, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stderr=output,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            )
-
-    def start(self) -> int:
-        """The page of a rank that starts, as the rank gets it."""
-        self._link.send(struct.pack("<d", -1.0))
-        _, (fd,), _, _ = socket.recv_fds(self._link, 1, 1)
-        return int(fd)
-
-    def look(self, now_s: float) -> None:
-        """Raises AssertionError if the reader ends."""
-        with contextlib.suppress(ConnectionError):
-            self._link.send(struct.pack("<d", now_s))
-            if self._link.recv(1):
-                return
-        code = self.process.wait(ANSWER_S_MAX)
-        raise AssertionError(f"the reader ended, exit {code}: {self._log.read_text()[-2000:]}")
-
-    def close(self) -> None:
-        self._link.close()
-        self.process.kill()
-        self.process.wait(ANSWER_S_MAX)
+"""A rank that writes what a file says into its page, and cuts it where it may."""
+LOOK_S = 0.003
+"""The agent looks at its pages this often here."""
 
 
 @contextmanager
 def page(folder: Path) -> Iterator[Case]:
-    """A rank writes what it likes into its page, and cuts it where it may."""
-    log = folder / "looker.log"
-    lookers = [Looker(log)]
-    os.close(lookers[0].start())
-    bounds = [Bounds(lookers[0].process.pid, folder)]
-
-    def case(rng: random.Random) -> None:
-        if lookers[-1].process.poll() is not None:
-            lookers.append(Looker(log))
-            os.close(lookers[-1].start())
-            bounds.append(Bounds(lookers[-1].process.pid, folder))
-        fd, now_s = lookers[-1].start(), time.monotonic()
-        try:
-            for _ in range(rng.randint(1, 4)):
-                _scribble(rng, fd)
-                lookers[-1].look(now_s)
-                now_s += rng.choice((0.05, 0.05, 0.3, 5.0, 1e6))
-        finally:
-            os.close(fd)
-        bounds[-1].check()
-
-    try:
-        yield case
-    finally:
-        for one in lookers:
-            one.close()
-
-
-def _scribble(rng: random.Random, fd: int) -> None:
-    """Iterations as a rank marks them, then values at random, or another length."""
-    with contextlib.suppress(OSError, ValueError):  # the page has been cut
-        writer = ProgressWriter(os.dup(fd))
-        for iteration in range(rng.randint(0, 12)):
-            writer.begin(1, iteration, rng.choice(("first", "usual", "boundary")))
-            writer.enter("reduce")
-            writer.finish()
-    with contextlib.suppress(OSError):
-        for _ in range(rng.choice((0, 1, 1, 4, 40))):
-            value = rng.choice((*WILD_FLOATS, rng.randbytes(8), rng.randbytes(1), b"\xff" * 16))
-            os.pwrite(fd, value, rng.choice((rng.randrange(256), rng.randrange(PAGE_BYTES - 16))))
-    if rng.random() < 0.05:
-        with contextlib.suppress(OSError):
-            os.ftruncate(fd, rng.choice((0, 1, PAGE_BYTES - 1, PAGE_BYTES, 1 << 20)))
-
-
-# --- depth in a rank's pipe -----------------------------------------------------------------------
-@contextmanager
-def depth(folder: Path) -> Iterator[Case]:
-    """Values in values: in frames of a rank, at the agent's end of the pipe."""
-    bounds = Bounds(os.getpid(), folder)
-    with asyncio.Runner() as runner:
+    """A rank writes what it likes into its progress page."""
+    with (
+        mock.patch.object(agent_module, "WATCH_S", LOOK_S),
+        hostile_ranks(folder, SCRIBBLES) as run,
+        _page_of_a_rank() as whole,
+    ):
+        bounds = Bounds(os.getpid())
 
         def case(rng: random.Random) -> None:
-            runner.run(_read_frames(_deep_frames(rng)))
+            rounds = [_scribbled(rng, whole) for _ in range(rng.randint(1, 4))]
+            run(lambda attempt, pid: json.dumps(rounds).encode())
             bounds.check()
 
         yield case
 
 
-def _deep_frames(rng: random.Random) -> bytes:
-    good = pack(Frame(body=body_of(RankReady)))
+@contextmanager
+def _page_of_a_rank() -> Iterator[bytes]:
+    """The page of a rank that has trained for a few iterations."""
+    fd = os.memfd_create("page")
+    os.ftruncate(fd, PAGE_BYTES)
+    writer = ProgressWriter(os.dup(fd))
+    for iteration in range(12):
+        writer.begin(1, iteration, "usual")
+        writer.enter("reduce")
+        writer.finish()
+    yield os.pread(fd, PAGE_BYTES, 0)
+    os.close(fd)
+
+
+def _scribbled(rng: random.Random, whole: bytes) -> tuple[int, str]:
+    """A length (-1: as it is), and the bytes of a page with values at random."""
+    data = bytearray(whole)
+    for _ in range(rng.choice((0, 1, 1, 4, 40))):
+        value = rng.choice((*WILD_FLOATS, rng.randbytes(8), rng.randbytes(1), b"\xff" * 16))
+        at = rng.choice((rng.randrange(256), rng.randrange(PAGE_BYTES - 16)))
+        data[at : at + len(value)] = value
+    length = rng.choice((0, 1, PAGE_BYTES - 1, 1 << 20)) if rng.random() < 0.05 else -1
+    return length, data.hex()
+
+
+@contextmanager
+def depth(folder: Path) -> Iterator[Case]:
+    """Values in values, in frames of a rank."""
+    with hostile_ranks(folder, SAYS) as run:
+        bounds = Bounds(os.getpid())
+
+        def case(rng: random.Random) -> None:
+            run(lambda attempt, pid: _deep_frames(rng, attempt))
+            bounds.check()
+
+        yield case
+
+
+def _deep_frames(rng: random.Random, attempt: int) -> bytes:
+    good = pack(Frame(body=body_of(RankReady, task=1, rank=0, attempt=attempt)))
     wire = msgspec.msgpack.decode(good[4:])
-    values = [*wire.values()]
-    changed = rng.choice((*range(len(values)), len(values)))
-    parts = [packed(value) for value in values]
-    parts[changed:changed] = []
-    if changed < len(parts):
-        parts[changed] = nested(rng)
-    data = bytes([0x80 + len(values)]) + b"".join(
+    parts = [packed(value) for value in wire.values()]
+    parts[rng.randrange(len(parts))] = nested(rng)
+    data = bytes([0x80 + len(parts)]) + b"".join(
         packed(name) + part for name, part in zip(wire, parts, strict=True)
     )
     if rng.random() < 0.2:
         data = bytes_of(rng, data)
     data = data[: FRAME_BYTES_MAX - 1]
     return good * rng.randrange(3) + struct.pack(">I", len(data)) + data
-
-
-async def _read_frames(data: bytes) -> None:
-    """The pipe takes all frames or says that it is broken: it does not read the same for ever."""
-    frames, broken = list[Frame](), list[str]()
-    pipe = Pipe(frames.append, broken.append, bytes_max=FRAME_BYTES_MAX)
-    raised = list[dict[str, Any]]()
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
-    try:
-        pipe.theirs.settimeout(1.0)
-        pipe.theirs.sendall(data)
-        pipe.theirs.shutdown(socket.SHUT_WR)
-        for _ in range(50):
-            await asyncio.sleep(0)
-            if raised or broken or pipe.fileno() < 0:
-                break
-        pipe.drain()
-        assert not raised, f"out of the reader: {raised[0].get('exception')!r}"
-    finally:
-        pipe.close()
 
 
 # --- segments and state folders -------------------------------------------------------------------
@@ -752,8 +680,8 @@ def _reply(rng: random.Random, depth: int = 0) -> bytes:
 
 AREAS = (
     Area("inbox", inbox, 4.0),
-    Area("page", page, 2.0),
-    Area("pipe-depth", depth, 2.0),
+    Area("page", page, 0.1),
+    Area("pipe-depth", depth, 0.1),
     Area("segments", segment_folders, 1.0),
     Area("state-folders", state_folders, 0.2),
     Area("store-socket", store_socket, 2.0),

@@ -3,8 +3,8 @@
 Each finding is a case. `held` is 1 if the attack broke nothing, and `healing_ratio` is the time in
 which another task's killed rank heals under the attack over that without, in pairs. A case that
 cannot be tried on this machine says so and has no value. Rows are written to
-build/bench/attack.json, with those of other cases at this commit; docs/guides/attacks.json has
-those of before the mends, for the table in the threat model (`make figures`).
+build/bench/attack.json, with those of other cases at this commit. before.json has those of before
+the mends; `make figures` writes the table of both into the threat model.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from bench.recovery.rows import Row, describe, row, write
 
 ROOT = Path(__file__).resolve().parents[3]
 FIGURES = ROOT / "build" / "bench" / "attack.json"
-BEFORE = ROOT / "docs" / "guides" / "attacks-before.json"
-"""The rows of the commit that its stamp names, before the mends."""
+BEFORE, BEFORE_COMMIT = Path(__file__).with_name("before.json"), "12114562"
+"""The rows of the commit before the mends."""
 SYSTEM, HELD, RATIO = "unicron", "held", "healing_ratio"
 
 
@@ -136,7 +136,7 @@ def add_up(rows: Sequence[Row], file: Path) -> list[Row]:
 def table(after: Sequence[Row], before: Sequence[Row] | None = None) -> str:
     """The table of the threat model: each finding before the mends and after."""
     if before is None:
-        before = [Row(**one) for one in json.loads(BEFORE.read_text())] if BEFORE.exists() else []
+        before = [Row(**one) for one in json.loads(BEFORE.read_text())]
     lines = ["| finding | before | after | how it was tried |", "|---|---|---|---|"]
     for name, case in CASES.items():
         now = next((one for one in after if (one.case, one.metric) == (name, HELD)), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -43,11 +43,11 @@ def malformed(num_pairs: int) -> Outcome:
         victim, pid = Victim(cluster), control_plane_pid(cluster)
         entries = list(evil.malformed())
         for _ in range(num_pairs):
-            with _again(lambda: evil.push(entries)) as stop:
+            with _again(lambda: _to_all(evil, entries)) as stop:
                 pairs_s.append(healing_pair(victim, stop.clear, stop.set, 1.0))
         broken += ["the control plane ended"] * (control_plane_pid(cluster) != pid)
         broken += _heard(healthy, "another node is not heard")
-        evil.push(entries)
+        _to_all(evil, entries)
         if control_plane_pid(cluster):
             cluster.kill_control_plane()
         try:
@@ -56,6 +56,12 @@ def malformed(num_pairs: int) -> Outcome:
         except Exception as error:  # noqa: BLE001 (whatever it is, it does not lead)
             broken.append(f"a new control plane does not lead: {error}"[:160])
     return with_ratio(broken, "5 kinds of reports, many times; then a restart", pairs_s)
+
+
+def _to_all(evil: HostileNode, entries: Sequence[bytes]) -> None:
+    """Into each list to which the node may append."""
+    for number in range(len(evil.lists)):
+        evil.push(entries, to=number)
 
 
 def with_ratio(
@@ -109,14 +115,15 @@ def _again(do: Callable[[], object]) -> Iterator[threading.Event]:
 
 
 def false_reports(num_pairs: int) -> Outcome:
-    """S6: reports about a task by a node that runs none of it, before and after its own join."""
-    with cluster_for() as cluster, HostileNode(cluster.client(), "evil") as evil:
+    """S6: reports about a task by a node that runs none of it, and by one that never started."""
+    with cluster_for() as cluster, _nodes(cluster) as (evil, _):
         task = cluster.submit(small("small", cluster.path / "out", slots=(1, 1), copy_every=0))
         cluster.wait_whole(task, 1)
         after = cluster.seq()
-        _lie(evil, task, cluster.task(task)["generation"])
-        evil.join()
-        _lie(evil, task, cluster.task(task)["generation"])
+        generation = cluster.task(task)["generation"]
+        with HostileNode(cluster.client(), "stranger") as stranger:
+            _lie(stranger, task, generation)
+        _lie(evil, task, generation)
         time.sleep(2.0)
         view: Any = cluster.task(task)
         broken = [f"iteration {view['iteration']}"] * (view["iteration"] >= JUMPED_NUM)
@@ -124,7 +131,9 @@ def false_reports(num_pairs: int) -> Outcome:
         kind = PublishCheckpoint.__name__
         moved = [one for one in cluster.told(after, kind) if "iter-999" in str(one.body)]
         broken += ["`latest` is moved"] * bool(moved)
-    return judged(broken, "3 kinds of reports, by an unknown and by a known node")
+    return judged(
+        broken, "3 kinds of reports, by a node without ranks and by one that has not started"
+    )
 
 
 def _lie(evil: HostileNode, task: int, generation: int) -> None:
@@ -170,7 +179,7 @@ class _Flood(threading.Thread):
         body = ReportsLost(node=self._node.name, num_lost=1)
         while self.num < FLOOD_NUM and not self._ended.is_set():
             entries = [self._node.signed(self._node.next(body)) for _ in range(400)]
-            self._node.push([*entries, *[b"junk" * 10] * 100])
+            self._node.push([*entries, *[b"junk" * 10] * 100], to=self.num // 500)
             self.num += 500
 
     def stop(self) -> None:
