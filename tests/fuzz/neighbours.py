@@ -5,7 +5,6 @@ After each case the reader lives, and its memory and its logs have grown by a bo
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import hashlib
@@ -29,7 +28,7 @@ from unittest import mock
 from urllib.parse import urlencode
 
 import msgspec
-from checkpoint_stores import NODE_KEY, SECRET, put
+from checkpoint_stores import SECRET, put
 from fuzz.areas import (
     ANSWER_S_MAX,
     DATA,
@@ -45,7 +44,7 @@ from fuzz.mutation import EXTREMES, TOKENS, bytes_of, plain_of, text_of
 from hostile_node import HostileNode
 from http_site import JOB
 from rank_bodies import body_of
-from unicron.cli.cluster import processes
+from unicron.cli.cluster import local_cluster, processes
 from unicron.cli.cluster.client import connect
 from unicron.cli.cluster.local_cluster import CONTROL_PLANE
 from unicron.cli.cluster.state_dir import StateDir
@@ -53,11 +52,11 @@ from unicron.control_plane.api.routes import ROUTES
 from unicron.events.errors import UnicronError
 from unicron.events.log import archive
 from unicron.events.log.identity import AGENT_REPORTS, StoreKey, sign_report, store_key
-from unicron.events.log.redis_streams import RedisLog
 from unicron.events.log.segments import Folder, SealedLog, Segment
 from unicron.events.records import codec
 from unicron.events.records.codec import UnknownBody
 from unicron.events.records.reports import RankReady
+from unicron.events.spec.policy import Policy
 from unicron.workers.agent import agent as agent_module
 from unicron.workers.agent.checkpoint_store import ARGV
 from unicron.workers.checkpoint_store import protocol
@@ -68,7 +67,8 @@ from unicron.workers.ipc.progress_page import PAGE_BYTES, ProgressWriter
 EVERY_NUM = 200
 """Cases between two questions whether the reader still serves others."""
 DEPTH_NUM_MAX = 20_000
-BOMB_BYTES = 400 << 20
+BOMB_BYTES, UNPACKED_BYTES_MAX = 1 << 30, 1280 << 20
+"""What a file unpacks to; the memory that reading one may take."""
 WILD_FLOATS = tuple(
     struct.pack("<d", value) for value in (float("nan"), float("inf"), -1e300, 5e-324, -0.0)
 )
@@ -242,7 +242,7 @@ def _deep_frames(rng: random.Random, attempt: int) -> bytes:
 def segment_folders(folder: Path) -> Iterator[Case]:
     """Segments with matching digests: cycles, bombs, depth, other lengths, other names."""
     plain = list(archive.read(DATA / "demo.jsonl"))[:400]
-    where, bounds = folder / "log", Bounds(os.getpid(), folder / "none")
+    where, bounds = folder / "log", Bounds(os.getpid(), memory_bytes=UNPACKED_BYTES_MAX)
 
     def case(rng: random.Random) -> None:
         shutil.rmtree(where, ignore_errors=True)
@@ -299,7 +299,7 @@ def _write_segments(rng: random.Random, where: Path, plain: list[Any]) -> None:
 
 @functools.cache
 def _bomb() -> bytes:
-    """Some kB that unpack to BOMB_BYTES."""
+    """A few MB that unpack to BOMB_BYTES."""
     packer = zlib.compressobj(1)
     parts = [packer.compress(bytes(1 << 20)) for _ in range(BOMB_BYTES >> 20)]
     return b"".join([*parts, packer.flush()])
@@ -315,7 +315,7 @@ def state_folders(folder: Path) -> Iterator[Case]:
             folder / "plain",
             ignore=shutil.ignore_patterns("*.sock", "*.shim"),
         )
-    where, bounds = folder / "state", Bounds(os.getpid(), folder / "none")
+    where, bounds = folder / "state", Bounds(os.getpid())
     names = sorted(
         str(path.relative_to(folder / "plain"))
         for path in (folder / "plain").rglob("*")
@@ -612,7 +612,7 @@ REPLIES = (b"+OK\r\n", b"$-1\r\n", b":1\r\n", b"*0\r\n", b"-ERR no\r\n", b"*1\r\
 
 @contextmanager
 def log_server_answers(folder: Path) -> Iterator[Case]:
-    """A false server of the log, which answers the log's own client."""
+    """A false server at `--redis`, as `up` and `doctor` ask one."""
     listener, now = socket.create_server(("127.0.0.1", 0)), [random.Random(0)]
 
     def serve() -> None:
@@ -628,37 +628,18 @@ def log_server_answers(folder: Path) -> Iterator[Case]:
     threading.Thread(target=serve, daemon=True).start()
     url, bounds = f"redis://127.0.0.1:{listener.getsockname()[1]}", Bounds(os.getpid())
 
-    async def ask(rng: random.Random) -> None:
-        log = RedisLog(url, "c", lambda node: NODE_KEY)
-        try:
-            async with asyncio.timeout(ANSWER_S_MAX):
-                match rng.randrange(5):
-                    case 0:
-                        await log.read(after=0, num_max=9)
-                    case 1:
-                        await log.take(after="0-0", num_max=9, wait_s=0.0)
-                    case 2:
-                        await log.orders("n1", after="0-0", wait_s=0.0)
-                    case 3:
-                        await log.acked("n1/1")
-                    case _:
-                        await log.beats(["n1"])
-        except UnicronError:
-            pass
-        finally:
-            await log.close()
+    state = StateDir(folder / "state")
 
-    with asyncio.Runner() as runner:
+    def case(rng: random.Random) -> None:
+        now[0] = rng
+        with contextlib.suppress(UnicronError):
+            local_cluster.check_redis(url, "c", state, Policy())
+        bounds.check()
 
-        def case(rng: random.Random) -> None:
-            now[0] = rng
-            runner.run(ask(rng))
-            bounds.check()
-
-        try:
-            yield case
-        finally:
-            listener.close()
+    try:
+        yield case
+    finally:
+        listener.close()
 
 
 def _reply(rng: random.Random, depth: int = 0) -> bytes:

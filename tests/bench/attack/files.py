@@ -264,8 +264,9 @@ def supply(num_pairs: int) -> Outcome:
     hashed = [path for path in locks if "--hash=sha256:" in path.read_text(errors="replace")]
     broken += ["no lock with hashes"] * (not hashed)
     image = (ROOT / "deploy" / "Containerfile").read_text()
-    bases = re.findall(r"^FROM (\S+)", image, re.MULTILINE)
-    broken += ["the image's base has no digest"] * any("@sha256:" not in base for base in bases)
+    bases = re.findall(r"^(?:FROM|ARG BASE=)\s*([^\s$]+)", image, re.MULTILINE)
+    unpinned = [base for base in bases if "@sha256:" not in base]
+    broken += [f"the image's base has no digest: {', '.join(unpinned)}"] * bool(unpinned)
     unit = (ROOT / "deploy" / "systemd" / "unicron-control-plane.service").read_text()
     for line in ("NoNewPrivileges=", "ProtectSystem="):
         broken += [f"the control plane's unit has no {line}"] * (f"\n{line}" not in unit)
