@@ -660,13 +660,13 @@ def _reply(rng: random.Random, depth: int = 0) -> bytes:
 
 
 AREAS = (
-    Area("inbox", inbox, 4.0),
+    Area("inbox", inbox, 8.0),
     Area("page", page, 0.1),
     Area("pipe-depth", depth, 0.1),
-    Area("segments", segment_folders, 1.0),
-    Area("state-folders", state_folders, 0.2),
-    Area("store-socket", store_socket, 2.0),
+    Area("segments", segment_folders, 0.5),
+    Area("state-folders", state_folders, 0.1),
+    Area("store-socket", store_socket, 4.0),
     Area("queries", query_values, 2.0),
-    Area("answers", server_answers, 0.5),
-    Area("log-server", log_server_answers, 1.0),
+    Area("answers", server_answers, 0.3),
+    Area("log-server", log_server_answers, 2.0),
 )

@@ -14,9 +14,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from bench.attack.nodes import with_ratio
 from bench.attack.stage import (
     HEAL_S_MAX,
     NOBODY,
+    POLICY,
     Outcome,
     Victim,
     cannot,
@@ -128,27 +130,28 @@ def output(num_pairs: int) -> Outcome:
         with _disk() as disk:
             if disk is None:
                 return cannot("no file system can be mounted here")
-            with cluster_for(folder=disk) as cluster, _watched(cluster) as up:
+            with _by_up(disk) as (cluster, up):
                 victim = Victim(cluster)
                 time.sleep(2.0)
                 calm_s = victim.heal()
                 task = cluster.submit(hostile(cluster, "chatty"))
                 _wait_full(disk)
                 under_s = victim.heal()
+                if under_s < HEAL_S_MAX:  # the log's server may fail only now
+                    under_s = max(under_s, victim.heal())
                 pairs_s.append((calm_s, under_s))
-                broken += ["the victim was not healed"] * (under_s >= HEAL_S_MAX)
                 broken += ["up has ended"] * (up.poll() is not None)
-                done = _asked(cluster, "cancel", str(task))
-                broken += [f"cancel: {done}"] * bool(done)
-                done = _asked(cluster, "status")
-                broken += [f"status: {done}"] * bool(done)
-    return judged(list(dict.fromkeys(broken)), "120 MB; status and cancel answer", pairs_s)
+                for words in (("cancel", str(task)), ("status",)):
+                    broken += [f"{words[0]}: {why}" for why in _refusals(cluster, *words)]
+    return with_ratio(list(dict.fromkeys(broken)), "120 MB; cancel and status answer", pairs_s)
 
 
 @contextmanager
-def _watched(cluster: RealCluster) -> Iterator[subprocess.Popen[bytes]]:
-    """`unicron up` watches the cluster and starts again what ends."""
-    options = ["--agents", "1", "--slots", "3", "--policy", str(cluster.path / "policy.yaml")]
+def _by_up(folder: Path) -> Iterator[tuple[RealCluster, subprocess.Popen[bytes]]]:
+    """A cluster that `unicron up` has started, and watches."""
+    (folder / "out").mkdir()
+    cluster = RealCluster(folder, 1, POLICY, num_slots=3)
+    options = ["--agents", "1", "--slots", "3", "--policy", str(folder / "policy.yaml")]
     up = subprocess.Popen(
         [*cluster.program("up"), *options],
         stdout=subprocess.DEVNULL,
@@ -156,13 +159,13 @@ def _watched(cluster: RealCluster) -> Iterator[subprocess.Popen[bytes]]:
         start_new_session=True,
     )
     try:
-        cluster.wait(lambda: cluster.state.is_held() or None, "up runs")
-        time.sleep(2.0)
-        yield up
+        cluster.wait(lambda: cluster.state.control_planes() or None, "up has a control plane")
+        cluster.local.wait_agents(cluster.client())
+        yield cluster, up
     finally:
-        if up.poll() is None:
-            up.kill()
+        up.kill()
         up.wait(20)
+        cluster.stop()
 
 
 def _wait_full(disk: Path) -> None:
@@ -172,19 +175,17 @@ def _wait_full(disk: Path) -> None:
         time.sleep(0.1)
 
 
-def _asked(cluster: RealCluster, *words: str) -> str:
-    """Why a command failed; "": it did not."""
+def _refusals(cluster: RealCluster, *words: str) -> list[str]:
+    """Why a command failed."""
     try:
         done = subprocess.run(
-            [*cluster.program(*words)],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=ASKS_S_MAX,
+            cluster.program(*words), capture_output=True, text=True, check=False, timeout=ASKS_S_MAX
         )
     except subprocess.TimeoutExpired:
-        return f"no answer in {ASKS_S_MAX:g} s"
-    return "" if not done.returncode else done.stderr.strip().splitlines()[0][:160]
+        return [f"no answer in {ASKS_S_MAX:g} s"]
+    if not done.returncode:
+        return []
+    return [done.stderr.strip().partition("\n")[0].partition(" since ")[0][:100]]
 
 
 def orphan(num_pairs: int) -> Outcome:

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import rmtree
 from statistics import median
@@ -82,7 +82,8 @@ class Victim:
         last = self._last()
         assert last is not None
         at_s, num, deadline_s = time.time(), self.num_starts, time.monotonic() + limit_s
-        os.kill(last[0], signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended under the attack
+            os.kill(last[0], signal.SIGKILL)
         while self.num_starts == num:
             if time.monotonic() > deadline_s:
                 return limit_s
