@@ -137,13 +137,11 @@ def table(after: Sequence[Row], before: Sequence[Row] | None = None) -> str:
     """The table of the threat model: each finding before the mends and after."""
     if before is None:
         before = [Row(**one) for one in json.loads(BEFORE.read_text())]
-    lines = ["| finding | before | after | how it was tried |", "|---|---|---|---|"]
+    lines = ["| finding | before | after | what was tried, or what broke |", "|---|---|---|---|"]
     for name, case in CASES.items():
-        now = next((one for one in after if (one.case, one.metric) == (name, HELD)), None)
-        how = now.note.replace("|", "\\|") if now is not None else ""
-        lines.append(
-            f"| {name} {case.what} | {_cell(before, name)} | {_cell(after, name)} | {how} |"
-        )
+        told = next((one.note for one in (*after, *before) if one.case == name and one.note), "")
+        cells = (f"{name} {case.what}", _cell(before, name), _cell(after, name), told)
+        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
     return "\n".join(lines)
 
 
