@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-hosts demo-slurm test test-real test-thorough simulation mutants fuzz fuzz-api confusion fault-matrix chaos-training chaos-blame bench-recovery bench-peers-check bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-log chaos-log bench-overhead bench-web bench-paper megatron-lm gpu-check golden-log figures disasters check types docs web test-web screenshots lock base-image wheel clean
+.PHONY: help setup demo demo-hosts demo-slurm test test-real test-thorough simulation mutants fuzz fuzz-api attack confusion fault-matrix chaos-training chaos-blame bench-recovery bench-peers-check bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-log chaos-log bench-overhead bench-web bench-paper megatron-lm gpu-check golden-log figures disasters check types docs web test-web screenshots lock base-image wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -86,6 +86,10 @@ chaos-blame: setup types ## tasks that fail by their own software beside one tha
 fuzz: setup types ## random input to all that reads input of others (SEED=4 CASES=10000 AREAS=a,b ONLY=area:number)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m fuzz.main --seed $(SEED) \
 		$(CASES:%=--cases %) $(AREAS:%=--areas %) $(ONLY:%=--only %)
+
+attack: setup types ## what the security review did, against real clusters (CASES=S3,S7 N=3: pairs)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -W ignore -m bench.attack.main $(if $(filter-out file,$(origin N)),-n $(N)) \
+		$(CASES:%=--cases %)
 
 EXAMPLES ?= 100
 fuzz-api: setup types ## requests drawn from the OpenAPI document, answers checked against it (SEED=4 EXAMPLES=100)

@@ -406,6 +406,8 @@ def check_redis(url: str, cluster: str, state: StateDir, policy: Policy) -> Sett
         )
     except Unavailable as error:
         raise UsageError(f"no Redis answers: {error}", hint) from None
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise UsageError(f"what answers at {where} is no Redis: {error}", hint) from None
 
 
 async def _check_log(url: str, cluster: str, ca: str, policy: Policy) -> Settings:

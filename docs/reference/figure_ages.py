@@ -59,7 +59,10 @@ class Figure(NamedTuple):
     written_by: str = "make figures"
 
 
+WHOLE = ("events", "control_plane", "workers", "cli")
 FIGURES = {
+    "attack": Figure("attack", "tests/bench/attack", WHOLE),
+    "fuzz": Figure("fuzz", "tests/fuzz", WHOLE),
     "paper-summary": Figure("bench-paper", "tests/bench/paper", SIMULATION),
     "paper": Figure("bench-paper", "tests/bench/paper", SIMULATION),
     "sensitivity": Figure("bench-paper", "tests/bench/paper", SIMULATION),
@@ -119,7 +122,7 @@ FIGURES = {
         ),
         in_readme=True,
     ),
-    "mutants": Figure("mutants", "tests/mutants", ("events", "control_plane", "workers", "cli")),
+    "mutants": Figure("mutants", "tests/mutants", WHOLE),
     "web": Figure("bench-web", "tests/bench/web", ("control_plane/web", "control_plane/api")),
     "screenshots": Figure(
         "screenshots",
@@ -130,7 +133,7 @@ FIGURES = {
     "demo": Figure(
         "demo > FILE",
         "tests/demo",
-        ("events", "control_plane", "workers", "cli"),
+        WHOLE,
         in_readme=True,
         written_by="docs/reference/screen.py FILE",
     ),

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.attack import main as attack
 from bench.detection import faults
 from bench.detection import main as detection
 from bench.log import main as log
@@ -28,6 +29,8 @@ from bench.recovery.rows import Row, describe, table
 from bench.scale import main as scale
 from bench.settlement import main as settlement
 from bench.web import main as web
+from fuzz import counts as fuzz_counts
+from fuzz import main as fuzz
 from hosts import demo as hosts
 from matrix.cells import cells, loop_cells
 from matrix.table import markdown, markdown_of_loops
@@ -519,6 +522,14 @@ def _log(rows: Sequence[Row], about: About) -> str:
     )
 
 
+def _attack(rows: Sequence[Row], about: About) -> str:
+    return f"{attack.table(rows)}\n\nBefore: {attack.BEFORE_COMMIT}."
+
+
+def _fuzz(rows: Sequence[Row], about: About) -> str:
+    return fuzz_counts.markdown(rows)
+
+
 def _disasters(rows: Sequence[Row], about: About) -> str:
     import disasters  # plays scenarios, which takes a minute
 
@@ -529,6 +540,16 @@ MATRIX = tuple(cell.name for cell in cells() if not cell.absent)
 LOOP_MATRIX = tuple(cell.name for cell in loop_cells())
 CHANGES = tuple(f"{case}: {change.what}" for change in SENSITIVITY for case in TRACES)
 BLOCKS = {
+    "attack": Block(
+        "docs/guides/threat-model.md", "attack", tuple(attack.CASES), attack.HELD, _attack
+    ),
+    "fuzz": Block(
+        "docs/guides/threat-model.md",
+        "fuzz",
+        tuple(area.name for area in fuzz.AREAS),
+        "cases",
+        _fuzz,
+    ),
     "detection": Block(
         "docs/guides/bench-detection.md", "detection", faults.CASES, "detect_s", _detection
     ),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 
 import attack
 import pytest
-from real_cluster import RealCluster, running
+from real_cluster import RealCluster, can_run_as, running
 from twins import small
 
 NOBODY = "nobody"
@@ -31,22 +30,12 @@ class Attacked(NamedTuple):
     begin: int
 
 
-def can_run(name: str) -> bool:
-    """Whether this user may run the tests' Python."""
-    try:
-        return not subprocess.run(
-            [sys.executable, "-c", ""], check=False, user=name, cwd="/", timeout=60
-        ).returncode
-    except PermissionError:
-        return False
-
-
 @pytest.fixture(scope="module", params=["", NOBODY])
 def attacked(request: pytest.FixtureRequest) -> Iterator[Attacked]:
     """A task of which copies exist, and the report of a hostile rank of another task."""
     if request.param and os.geteuid() != 0:
         pytest.skip("only root can start ranks as another user")
-    if request.param and not can_run(request.param):
+    if request.param and not can_run_as(request.param):
         pytest.skip(f"{NOBODY} may not run {sys.executable}")
     folder = Path(tempfile.mkdtemp(prefix="attack-"))  # pytest's folders are closed to others
     try:

@@ -43,6 +43,8 @@ POLL_S = 0.05
 class RealCluster:
     """A cluster; reads the log and the ranks' traces."""
 
+    PROGRAM = (sys.executable, "-P", "-m", "unicron.cli.main")
+
     def __init__(
         self,
         path: Path,
@@ -384,18 +386,14 @@ class RealCluster:
         assert sorted(told) == list(range(len(told)))
         return [told[iteration] for iteration in sorted(told)]
 
+    def program(self, *arguments: str) -> list[str]:
+        """The command line of the CLI on this cluster."""
+        return [*self.PROGRAM, *arguments, "--state", str(self.state.path)]
+
     def unicron(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run a command of the CLI on this cluster."""
         return subprocess.run(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "unicron.cli.main",
-                *arguments,
-                "--state",
-                str(self.state.path),
-            ],
+            self.program(*arguments),
             capture_output=True,
             text=True,
             check=False,
@@ -435,6 +433,21 @@ class RealCluster:
 
     def stop(self) -> None:
         local_cluster.stop_all(self.state, grace=False)
+
+
+def can_run_as(user: str) -> bool:
+    """Whether this process may start the tests' Python as that user."""
+    try:
+        return not subprocess.run(
+            [sys.executable, "-c", ""],
+            check=False,
+            user=user,
+            cwd="/",
+            timeout=60,
+            stderr=subprocess.DEVNULL,
+        ).returncode
+    except PermissionError:
+        return False
 
 
 @contextmanager

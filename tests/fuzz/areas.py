@@ -53,6 +53,7 @@ REST_S = 0.2
 """How long a server may wait for the rest of a flawed request before the client closes."""
 HEAD_BYTES_MAX = 1 << 16
 Case = Callable[[random.Random], int | None]
+Says = Callable[[int, int], bytes]
 
 
 class Area(NamedTuple):
@@ -117,7 +118,7 @@ def _command() -> Callable[..., object]:
     return typer.main.get_command(app.app)
 
 
-def _run(*arguments: str) -> None:
+def run_command(*arguments: str) -> None:
     """Run a command in this process. It has to end with a result, or with one line of an error."""
     out, err = io.StringIO(), io.StringIO()
     with (
@@ -127,7 +128,7 @@ def _run(*arguments: str) -> None:
     ):
         code = app.run_command(arguments)
     text = err.getvalue()
-    assert code in (0, 1, 2), f"exit {code}: {text}"
+    assert code in (0, 1, 2, 3), f"exit {code}: {text}"
     assert "Traceback" not in text, text
     assert code == 0 or text or out.getvalue(), f"exit {code} without a word"
 
@@ -147,7 +148,7 @@ def replays(folder: Path) -> Iterator[Case]:
             at = rng.randrange(len(records))
             _write_chained(path, [*records[:at], plain_of(rng, records[at]), *records[at + 1 :]])
         how = rng.choice(((), ("--verify",), ("-o", "json")))
-        _run("replay", str(path), *how)
+        run_command("replay", str(path), *how)
 
     yield case
 
@@ -187,7 +188,7 @@ def classified(folder: Path) -> Iterator[Case]:
 
     def case(rng: random.Random) -> None:
         path.write_bytes(bytes_of(rng, b"\n".join(rng.choices(texts, k=rng.randint(1, 8)))))
-        _run("classify", str(path), *rng.choice(((), ("-o", "json"))))
+        run_command("classify", str(path), *rng.choice(((), ("-o", "json"))))
 
     yield case
 
@@ -212,7 +213,7 @@ def located(folder: Path) -> Iterator[Case]:
             else json.dumps(changed).encode()
         )
         path.write_bytes(bytes_of(rng, data) if rng.random() < 0.3 else data)
-        _run("locate", str(path), *rng.choice(((), ("-o", "json"))))
+        run_command("locate", str(path), *rng.choice(((), ("-o", "json"))))
 
     yield case
 
@@ -441,30 +442,38 @@ with open(sys.argv[1], "rb") as file:
 
 @contextmanager
 def rank_pipe(folder: Path) -> Iterator[Case]:
-    """Each case is a rank, a process of its own, that says something to a real agent."""
+    """A rank says something over its pipe."""
+    with hostile_ranks(folder, SAYS) as run:
+        yield lambda rng: run(lambda attempt, pid: _said(rng, attempt, pid))
+
+
+@contextmanager
+def hostile_ranks(folder: Path, program: str) -> Iterator[Callable[[Says], None]]:
+    """Yields a function that starts a rank, a process of its own under a real agent, and waits for
+    its exit. What it says is made from its attempt and the pid of a stranger."""
     says = folder / "says"
     bystander = subprocess.Popen(["sleep", "3600"])
     with asyncio.Runner() as runner:
         opened = local_node(
             MemoryLog(runner.get_loop().time),
             folder,
-            rank_argv=(sys.executable, "-I", "-S", "-c", SAYS, str(says)),
+            rank_argv=(sys.executable, "-I", "-S", "-c", program, str(says)),
         )
         node = runner.run(opened.__aenter__())
         attempts = iter(range(1, 1 << 30))
 
-        async def run(data: bytes, attempt: int) -> None:
-            says.write_bytes(data)
+        async def start(attempt: int) -> None:
             await node.start(train(0), attempt=attempt)
             async with asyncio.timeout(ANSWER_S_MAX):
                 await _exit_of(node, attempt)
 
-        def case(rng: random.Random) -> None:
+        def run(said: Says) -> None:
             attempt = next(attempts)
-            runner.run(run(_said(rng, attempt, bystander.pid), attempt))
+            says.write_bytes(said(attempt, bystander.pid))
+            runner.run(start(attempt))
 
         try:
-            yield case
+            yield run
             assert bystander.poll() is None, "a rank made the agent end another process"
         finally:
             bystander.kill()

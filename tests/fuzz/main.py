@@ -2,7 +2,8 @@
 
 Prints a row for each area: its cases, tracebacks, answers of 5xx, and hangs. The exit status is 1
 if one of the last three is not 0. A case depends on the seed, its area and its number only:
-`ONLY=area:number` repeats one.
+`ONLY=area:number` repeats one. The rows of runs at one commit add up in build/bench/fuzz.json, by
+area and seed; `make figures` writes them into the threat model.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from fuzz.areas import AREAS, Area
+from bench.recovery.rows import Row
+from fuzz import areas, neighbours
+from fuzz.areas import Area
+from fuzz.counts import FIGURES, add_up
 from msgspec import Struct
 from simulated.seeds import quiet
 
+AREAS = (*areas.AREAS, *neighbours.AREAS)
 CASE_S_MAX = 20.0
 """A case that takes longer hangs. The slowest takes under a second."""
 SHOWN_NUM_MAX = 3
@@ -115,15 +120,15 @@ def main() -> int:
     asked = asks.parse_args()
     only_area, _, only = asked.only.partition(":")
     names = only_area or asked.areas
-    areas = [area for area in AREAS if not names or area.name in names.split(",")]
+    chosen = [area for area in AREAS if not names or area.name in names.split(",")]
     quiet()  # ranks that are ended for what they say are no news here
-    if not areas:
+    if not chosen:
         print(f"fuzz: no area {names!r}; there is {', '.join(area.name for area in AREAS)}")
         return 2
-    one = asked.cases / sum(area.share for area in areas)
+    one = asked.cases / sum(area.share for area in chosen)
     results: list[Counts] = []
     _row(HEADS)
-    for area in areas:
+    for area in chosen:
         with tempfile.TemporaryDirectory(prefix="unicron-fuzz-") as folder:
             counts = fuzz(
                 area,
@@ -161,7 +166,20 @@ def main() -> int:
     for counts in results:
         for text in counts.told:
             print(f"\n{text.rstrip()}")
+    if not only:
+        num = add_up([row for counts in results for row in rows_of(counts, asked.seed)])
+        print(f"\n{num:,} cases at this commit: {FIGURES}")
     return 0 if all(counts.is_clean for counts in results) else 1
+
+
+def rows_of(counts: Counts, seed: int) -> list[Row]:
+    """The rows of one area under one seed."""
+    values = {"cases": counts.cases, "uncaught": counts.tracebacks}
+    values |= {"answers_5xx": counts.server_errors, "hangs": counts.hangs}
+    return [
+        Row(counts.area, f"seed {seed}", metric, value, "", counts.cases)
+        for metric, value in values.items()
+    ]
 
 
 def _row(cells: tuple[object, ...]) -> None:

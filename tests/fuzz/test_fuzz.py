@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from bench.recovery.rows import Row
 from fuzz import api_document, main
-from fuzz.areas import AREAS, Area, Case
+from fuzz import counts as fuzz_counts
+from fuzz.areas import Area, Case
+from fuzz.bounds import Bounds
 from fuzz.mutation import plain_of
 from unicron.control_plane.api.routes import ROUTES
 
 SEED = 20
-SAMPLE_NUM, SAMPLE_S = 300, 2.5
+SAMPLE_NUM, SAMPLE_S = 300, 1.5
 
 
-@pytest.mark.parametrize("area", AREAS, ids=lambda area: area.name)
+@pytest.mark.parametrize("area", main.AREAS, ids=lambda area: area.name)
 def test_random_input_ends_in_a_result_or_in_one_line(area: Area, tmp_path: Path) -> None:
     counts = main.fuzz(area, SEED, SAMPLE_NUM, tmp_path, s_max=SAMPLE_S)
     assert counts.is_clean, "\n".join(counts.told)
@@ -60,6 +66,43 @@ def test_a_traceback_a_server_error_and_a_hang_are_counted(
     assert (counts.cases, counts.tracebacks, counts.server_errors, counts.hangs) == (4, 2, 1, 1)
     assert not counts.is_clean
     assert "SEED=1 ONLY=planted:0" in counts.told[0]
+
+
+def test_a_reader_that_ends_or_grows_is_noticed(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as reader:
+        bounds = Bounds(reader.pid, tmp_path, memory_bytes=1 << 20, log_bytes=1000)
+        bounds.check()
+        (tmp_path / "log").write_bytes(bytes(1001))
+        with pytest.raises(AssertionError, match="the logs have 1001 bytes"):
+            bounds.check()
+        (tmp_path / "log").unlink()
+        reader.kill()
+        reader.wait(10)
+        with pytest.raises(AssertionError, match="the reader has ended"):
+            bounds.check()
+    own = Bounds(os.getpid(), memory_bytes=16 << 20)
+    own.check()
+    assert len(b"x" * (64 << 20))
+    with pytest.raises(AssertionError, match="MB of memory, above"):
+        own.check()
+
+
+def test_runs_at_one_commit_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, commit = tmp_path / "fuzz.json", ["a" * 8]
+    monkeypatch.setattr(fuzz_counts, "describe", lambda: {"commit": commit[0]})
+
+    def run(area: str, seed: int, cases: int, uncaught: int = 0) -> int:
+        counts = main.Counts(area, cases=cases, tracebacks=uncaught)
+        return fuzz_counts.add_up(main.rows_of(counts, seed), file)
+
+    assert [run("page", 1, 100), run("page", 2, 50, 1), run("inbox", 1, 7)] == [100, 150, 157]
+    assert run("page", 2, 60, 2) == 167, "the same cases again count once"
+    rows = [Row(**one) for one in json.loads(file.read_text())]
+    text = fuzz_counts.markdown(rows)
+    assert "| page | 1, 2 | 160 | 2 | 0 | 0 |" in text
+    assert text.endswith("| all |  | 167 | 2 | 0 | 0 |")
+    commit[0] = "b" * 8
+    assert run("page", 3, 1) == 1, "other code has other counts"
 
 
 def test_a_case_depends_on_its_seed_only() -> None:

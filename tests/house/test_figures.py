@@ -122,7 +122,15 @@ def test_a_page_without_the_block_is_an_error(tmp_path: Path) -> None:
         for name in figures.BLOCKS
         if figures.BLOCKS[name].rows
         and name
-        not in ("chaos-training", "throughput", "fault-matrix", "fault-matrix-loops", "mutants")
+        not in (
+            "attack",
+            "chaos-training",
+            "throughput",
+            "fault-matrix",
+            "fault-matrix-loops",
+            "fuzz",
+            "mutants",
+        )
     ],
 )
 def test_every_block_is_rendered_from_its_bench_rows(name: str, tmp_path: Path) -> None:
