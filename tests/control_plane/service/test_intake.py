@@ -9,6 +9,8 @@ import random
 import stat
 import time
 import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,13 @@ from unicron.control_plane.service.dead_letters import FILE_BYTES_MAX, DeadLette
 from unicron.control_plane.state.cluster import ClusterState, encode_state
 from unicron.events.log import archive
 from unicron.events.log.embedded_server import Server
-from unicron.events.log.identity import AGENT_REPORTS, SECRET_BYTES, Identities, sign_report
+from unicron.events.log.identity import (
+    AGENT_REPORTS,
+    RESERVED_NAMES,
+    SECRET_BYTES,
+    Identities,
+    sign_report,
+)
 from unicron.events.log.intake import report_fault
 from unicron.events.log.port import Rejected
 from unicron.events.log.redis_streams import LIST_NUM_MAX, RedisLog
@@ -32,7 +40,7 @@ from unicron.events.records import codec
 from unicron.events.records import reports as r
 from unicron.events.records.codec import UnknownBody
 from unicron.events.records.envelope import Record, Report
-from unicron.events.records.types import Body
+from unicron.events.records.types import Body, OperatorRequest
 from unicron.events.spec.policy import Policy
 
 from .test_coordinator import job, leading, real_clock
@@ -369,6 +377,92 @@ async def test_a_report_on_which_the_decider_fails_is_passed_over(
         lines[-1]["why"],
     ]
     assert (num_failed, base64.b64decode(lines[-1]["data"])) == (60, b"junk")
+
+
+class Failing:
+    """The decider, which fails on every seventh report of an agent or so, always on the same ones:
+    in the middle of the fold, of the decisions, or with a record that no log can hold."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed, self.advance = seed, leader_module.advance
+        self.failed = set[tuple[str, int]]()
+
+    def __call__(self, state: ClusterState, report: Report, **named: Any) -> list[Record]:
+        chance = random.Random(f"{self._seed} {report.source} {report.source_seq}")
+        if isinstance(report.body, r.ReportsLost) or chance.random() > 1 / 7:
+            return self.advance(state, report, **named)
+        if report.source.partition("/")[0] in RESERVED_NAMES:
+            return self.advance(state, report, **named)
+        self.failed.add((report.source, report.source_seq))
+        made = self.advance(state, report, **named)
+        where = chance.randrange(3)
+        if where == 0:
+            state.nodes.clear()
+            state.sources["n1/1"] = 10**6
+        if where == 1:
+            return [*made[:-1], msgspec.structs.replace(made[-1], at_s=float("nan"))]
+        raise chance.choice([KeyError("x"), RecursionError("deep"), OverflowError("large")])
+
+
+async def test_a_report_that_raises_leaves_leader_and_follower_as_they_were(
+    own_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever fold or decide fail: the leader's state, that of its follower and that of who folds
+    the log are the same bytes, and have none of what such a report has changed."""
+    failing, chance = Failing(SEED), random.Random(SEED)
+    monkeypatch.setattr(leader_module, "advance", failing)
+    identities = Identities(bytes(SECRET_BYTES), CLUSTER)
+    log = RedisLog(own_server.url, CLUSTER, identities.key)
+    kinds = [  # about the node itself, so that none is dropped
+        kind
+        for kind in AGENT_REPORTS
+        if kind not in (r.NodeJoined, r.NodeLeft, r.ReportsLost)
+        and not issubclass(kind, OperatorRequest)
+        and "node" in kind.__struct_fields__
+        and "task" not in kind.__struct_fields__
+    ]
+    assert len(kinds) > 3
+    last = {"n1/1": 1, "n2/1": 1}
+    try:
+        async with leading(log, clock=real_clock) as leader, following(log) as follower:
+            assert await leader.write("x", job()) == TASK
+            await log.send([reported(joined(node), f"{node}/1", 1) for node in ("n1", "n2")])
+            for _ in range(120):
+                source = chance.choice(sorted(last))
+                last[source] += 1
+                body = body_of(chance.choice(kinds), node=source[:2])
+                await log.send([reported(body, source, last[source])])
+            async with asyncio.timeout(60.0):
+                while [await log.acked(source) for source in last] != list(last.values()):
+                    await asyncio.sleep(0.05)
+                await leader.settled()
+                records = await log.read(after=0, num_max=99_999)
+                while follower.seq < records[-1].seq:
+                    await asyncio.sleep(0.05)
+            folded = ClusterState()
+            for record in records:
+                fold(folded, record)
+            states = [encode_state(await one.settled()) for one in (leader, follower)]
+            assert states == [encode_state(folded)] * 2
+    finally:
+        await log.close()
+    assert len(failing.failed) > 10
+    passed_over = {
+        (one.source, one.source_seq) for one in records if isinstance(one.body, r.ReportsLost)
+    }
+    assert failing.failed <= passed_over
+
+
+@asynccontextmanager
+async def following(log: RedisLog) -> AsyncIterator[Coordinator]:
+    """A control plane that follows."""
+    follower = Coordinator(log, clock=real_clock, nonce="b", code="test", policy=Policy())
+    follows = asyncio.create_task(follower.run("http://follower"))
+    try:
+        yield follower
+    finally:
+        follows.cancel()
+        await asyncio.wait((follows,))
 
 
 def test_a_log_with_what_older_leaders_have_let_in_is_folded() -> None:
