@@ -95,9 +95,10 @@ def _taken(state: ClusterState, body: PlanChosen) -> str:
     for one in body.allocations:
         task = state.tasks[one.task]
         mine = {seat.slot for seat in task.target}
-        lost = {name for name, node in state.nodes.items() if node.health in ("lost", "left")}
-        if task.failures is None or {slot.node for slot in task.failures.slots} <= lost:
-            continue  # the loss of the nodes where it failed explains the failures
+        if task.failures is None or all(
+            slot not in usable and slot not in task.blamed_slots for slot in task.failures.slots
+        ):
+            continue  # that the slots where it failed are out explains the failures
         if one.slots > len(usable & mine) + len(usable - given):
             return f"task {one.task} fails, and takes slots from others"
     return ""
@@ -263,13 +264,18 @@ def wrong_price(state: ClusterState, number: int, weight_from: float) -> str:
     """What is wrong with `weight_from`: a new plan must give slots just above it, none below."""
     assert state.plan is not None
     told, num_slots = state.tasks[number].weight, state.plan.num_slots
+    most = planning_snapshot(state).most
     for times, runs in ((1.0001, True), (0.9999, False)):
         weight = weight_from * times
         wishes: list[TaskDemand] = []
         for given in state.plan.allocations:
             task = state.tasks[given.task]
             assert task.throughput is not None
-            found = throughput.candidates(task.throughput, given.slots)
+            found = [
+                one
+                for one in throughput.candidates(task.throughput, given.slots)
+                if one[0] <= most.get(task.id, one[0])
+            ]
             own = weight if given.task == number else task.weight
             wishes.append(
                 TaskDemand(

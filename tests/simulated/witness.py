@@ -120,6 +120,8 @@ class Witness:
     def _waiting(self, record: Record, body: d.TaskWaiting) -> None:
         if self.counts["prices by a new plan"] == NUM_PRICES_MAX:
             return
+        if self.state.starts_held:  # the tasks do not have what the plan gives them
+            return
         waits = pending.explain_waiting(self.state).get(body.task)
         if waits is not None and waits.weight_from > 0:
             self.counts["prices by a new plan"] += 1
