@@ -26,7 +26,8 @@ def init(folder: Path, hosts: Sequence[str], *, force: bool) -> None:
         raise UsageError(
             f"{made} exists already", "--force replaces it by another one of the same authority"
         )
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for place in (folder.parent, folder):  # the parent is the state folder, unless one is named
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not authority.exists():
         # The number: two authorities have two names.
         _make(

@@ -6,7 +6,7 @@ import time
 from bisect import bisect
 
 from ...events.errors import CorruptLog, LogError, UsageError
-from ...events.log import embedded_server
+from ...events.log import append_only_file, embedded_server
 from ...events.log.redis_streams import RedisLog
 from ...events.log.segments import Folder, SealedLog, Segment, Snapshot
 from ...events.object_storage import reason
@@ -131,7 +131,7 @@ def restore(state: StateDir, *, segments: str) -> None:
         raise UsageError(str(error), "unicron log verify") from None
     except OSError as error:
         raise _unreadable(folder, error) from None
-    url = os.environ.get(REDIS_URL) or embedded_server.ensure(state.server).url
+    url = os.environ.get(REDIS_URL) or _empty_server(state)
 
     async def fill() -> None:
         log = RedisLog(url, folder.cluster, folder=folder)
@@ -158,6 +158,18 @@ def restore(state: StateDir, *, segments: str) -> None:
     if least:
         folder.remove(one for one in folder.snapshots() if one.seq > last.last)
     console.talk("next: start the control plane")
+
+
+def _empty_server(state: StateDir) -> str:
+    """The URL of the folder's server. None is started on files that only a server reads: it would
+    not be empty either. Raises UsageError, ServerError."""
+    running = embedded_server.adopt(state.server)
+    if running is None and (snapshot := append_only_file.check(state.server)):
+        raise UsageError(
+            f"{state.server} has {snapshot}, and a log is restored into an empty server",
+            "move server/ away, then again",
+        )
+    return (running or embedded_server.start(state.server)).url
 
 
 def _segments(state: StateDir, where: str) -> tuple[Folder, SealedLog]:

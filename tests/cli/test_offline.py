@@ -196,6 +196,17 @@ def test_a_pruned_log_is_restored(state: Path, tmp_path: Path) -> None:
         cluster("down")
 
 
+def test_no_server_is_started_on_a_snapshot_to_restore_a_log(state: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "state"
+    shutil.copytree(state, copy)
+    files = copy / "server" / "appendonlydir"
+    (files / "a.base.rdb").write_bytes(b"REDIS0011\xfe\0")
+    (files / "appendonly.aof.manifest").write_text("file a.base.rdb seq 1 type b\n")
+    refused = unicron(copy, "log", "restore")
+    assert (refused.returncode, refused.stdout) == (2, ""), refused
+    assert "has a.base.rdb, and a log is restored into an empty server" in refused.stderr
+
+
 def test_a_folder_without_a_log_is_not_whole(tmp_path: Path) -> None:
     for words in (("log", "verify"), ("log", "restore")):
         refused = unicron(tmp_path / "none", *words)
