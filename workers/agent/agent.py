@@ -201,7 +201,7 @@ class Agent:
                 ranks.kill_all()
                 with suppress(ShimLost):
                     store.close()
-                self._shim.end()
+                ranks.end()
 
     async def _drain(self, ranks: OrderExecutor) -> None:
         """Have the tasks leave this node. Without the log, they could not be told to."""
