@@ -673,6 +673,8 @@ class HttpApi:
             "redact": state.policy.redact,
             "version": __version__,
             "agent_gone_s_max": state.policy.agent_gone_s_max,
+            "rank_pids_max": state.policy.rank_pids_max,
+            "rank_memory_bytes_max": state.policy.rank_memory_bytes_max,
         }
 
     async def _identify(self, caller: Token, body: messages.Join, known: Node | None) -> None:

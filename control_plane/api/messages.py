@@ -224,6 +224,8 @@ Joined = TypedDict(
         "redact": tuple[str, ...],
         "version": str,
         "agent_gone_s_max": float,
+        "rank_pids_max": Annotated[int, Meta(description="Of one rank; 0: no limit")],
+        "rank_memory_bytes_max": Annotated[int, Meta(description="Of one rank; 0: no limit")],
     },
 )
 # `first_*`: where the log begins. `read_*`: how far it was read: below `last_seq`, ask again.

@@ -393,6 +393,8 @@ async def test_an_agent_joins(site: Site) -> None:
         "key": IDENTITIES.key("n1").hex(),
         "redact": list(REDACT),
         "agent_gone_s_max": 60.0,
+        "rank_pids_max": 0,
+        "rank_memory_bytes_max": 0,
         "version": __version__,
     }
     for name in ("No Name", "operator", "leader"):

@@ -42,6 +42,8 @@ class Joined(Struct, frozen=True, kw_only=True):
     """Signs this node's reports, and the orders for it; in hex digits."""
     redact: tuple[str, ...] = REDACT
     agent_gone_s_max: float = 60.0
+    rank_pids_max: int = 0
+    rank_memory_bytes_max: int = 0
     version: str = ""
     cluster_id: str = ""
     """Distinguishes clusters of the same name; "": told by an older control plane."""
