@@ -18,7 +18,7 @@ from ...events.log.reserve import FREE_BYTES_MIN
 from ...events.spec import support
 from ...events.spec.policy import Policy
 from ...events.words import install, scaled
-from ...workers.host import folder_trial
+from ...workers.host import folder_trial, rank_cgroups
 from ...workers.ipc import rank_variables
 from ...workers.training.dependencies import known_versions
 from ...workers.training.dependencies.known_versions import Installed
@@ -59,6 +59,7 @@ def doctor(state: StateDir, *, only_support: bool, as_json: bool) -> int:
         _loopback,
         lambda: _folder(state),
         lambda: _ranks(state),
+        _containment,
         lambda: _running(state),
     )
     findings = [*(check() for check in checks), *shared_folders(state)]
@@ -285,6 +286,25 @@ def _ranks(state: StateDir) -> Finding:
         "note",
         "run as their agent's user, and are trusted as the operator",
         "unicron up --run-as USER",
+    )
+
+
+def _containment() -> Finding:
+    """Of an agent that is started like this command."""
+    base = rank_cgroups.find()
+    if base is None:
+        return Finding(
+            "ranks",
+            "note",
+            "are contained by adoption, and cannot be limited: no cgroup v2 can be written",
+            "docs/guides/systemd.md",
+        )
+    limited = sorted(rank_cgroups.limiting(base))
+    return Finding(
+        "ranks",
+        "ok" if limited else "note",
+        f"are contained by cgroups in {base}, which can limit {' and '.join(limited) or 'nothing'}",
+        "" if limited else "docs/guides/systemd.md",
     )
 
 

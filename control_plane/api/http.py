@@ -691,6 +691,8 @@ class HttpApi:
             "agent_gone_s_max": state.policy.agent_gone_s_max,
             "has_lists": True,
             "output_bytes_max": state.policy.output_bytes_max,
+            "rank_pids_max": state.policy.rank_pids_max,
+            "rank_memory_bytes_max": state.policy.rank_memory_bytes_max,
         }
 
     async def _identify(self, caller: Token, body: messages.Join, known: Node | None) -> None:

@@ -255,6 +255,8 @@ Joined = TypedDict(
         "agent_gone_s_max": float,
         "has_lists": Annotated[bool, Meta(description="Whether each node has a list of its own")],
         "output_bytes_max": Annotated[int, Meta(description="Of the policy")],
+        "rank_pids_max": Annotated[int, Meta(description="Of one rank; 0: no limit")],
+        "rank_memory_bytes_max": Annotated[int, Meta(description="Of one rank; 0: no limit")],
     },
 )
 # `first_*`: where the log begins. `read_*`: how far it was read: below `last_seq`, ask again.

@@ -51,6 +51,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "repair_s": _SPAN,
     "copies_bytes_max": (0, 2**53),
     "output_bytes_max": (8 << 20, 2**40),
+    "rank_pids_max": (0, _NUM_MAX),
+    "rank_memory_bytes_max": (0, 2**53),
     "seal_records": (1, _NUM_MAX),
     "seal_s": _SPAN,
     "ended_keep_s": (0, 1e15),
@@ -172,6 +174,12 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     redact: tuple[str, ...] = REDACT
     """Patterns of names of environment variables, in any case: agents replace their values in what
     a rank prints or reports before it enters the log. An agent has the list from its start on."""
+    rank_pids_max: int = 0
+    """Processes and threads of one rank at once; 0: no limit. It needs cgroups of ranks that can
+    limit them (docs/guides/systemd.md). An agent has it from its start on."""
+    rank_memory_bytes_max: int = 0
+    """Memory of one rank with all its processes; 0: no limit. What needs more, the kernel kills: a
+    fault of the rank. It needs the same cgroups. An agent has it from its start on."""
     shared_folders: tuple[str, ...] = ()
     """Folders that all hosts have in common. If nodes are on several hosts, the output of a task is
     a URL, or in one of these folders."""

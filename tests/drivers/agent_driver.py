@@ -27,10 +27,11 @@ from unicron.events.spec.job import JobSpec, parse
 from unicron.events.spec.policy import OUTPUT_BYTES_MAX
 from unicron.workers.agent.agent import Agent
 from unicron.workers.agent.delivery.spool import Spool
-from unicron.workers.agent.processes.launcher import NodeConfig
+from unicron.workers.agent.processes.launcher import NodeConfig, marker_prefix
 from unicron.workers.agent.processes.process import Output, Process
 from unicron.workers.agent.processes.shim import Shim
-from unicron.workers.host import linux
+from unicron.workers.host import linux, rank_cgroups
+from unicron.workers.host.rank_cgroups import Limits, RankCgroups
 
 LIMIT_S = 75.0
 T = TypeVar("T")
@@ -500,5 +501,7 @@ async def plane(url: str, state_dir: Path) -> AsyncGenerator[PlaneStub]:
                 process.kill()
             process.wait(LIMIT_S)
         linux.kill_marked(f"UNICRON_PROCESS={state_dir}:".encode())
+        if (base := rank_cgroups.find()) is not None:  # those of a killed agent
+            RankCgroups(base, marker_prefix(state_dir, "n1"), Limits()).clear(())
         await one.log.close()
         await runner.cleanup()

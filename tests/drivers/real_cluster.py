@@ -25,6 +25,9 @@ from unicron.cli.cluster.processes import Process
 from unicron.cli.cluster.state_dir import StateDir
 from unicron.events.records.codec import from_plain
 from unicron.events.records.envelope import Record
+from unicron.workers.agent.processes.launcher import marker_prefix
+from unicron.workers.host import rank_cgroups
+from unicron.workers.host.rank_cgroups import Limits, RankCgroups
 
 T = TypeVar("T")
 Spec = dict[str, Any]
@@ -433,6 +436,10 @@ class RealCluster:
 
     def stop(self) -> None:
         local_cluster.stop_all(self.state, grace=False)
+        if (base := rank_cgroups.find()) is not None:  # a killed agent leaves those of its ranks
+            for lock in (self.state.path / "agents").glob("*.lock"):
+                mark = marker_prefix(self.state.path.absolute(), lock.stem)
+                RankCgroups(base, mark, Limits()).clear(())
 
 
 def can_run_as(user: str) -> bool:

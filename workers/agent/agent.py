@@ -191,7 +191,7 @@ class Agent:
                 ranks.kill_all()
                 with suppress(ShimLost):
                     store.close()
-                self._shim.end()
+                ranks.end()
 
     def _begin_loops(
         self, group: asyncio.TaskGroup, ranks: OrderExecutor

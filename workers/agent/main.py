@@ -27,6 +27,7 @@ from ...events.records.types import Labels
 from ...events.secret_environment import REDIS_URL, TOKEN, URL, remove_secrets
 from ..checkpoint_store.store import bytes_max
 from ..host import rank_user
+from ..host.rank_cgroups import Limits
 from ..host.rank_user import RankUser
 from ..ipc import rank_variables
 from . import output_files
@@ -315,6 +316,7 @@ def _node(
         run_as=run_as,
         gone_s=joined.agent_gone_s_max,
         output_bytes_max=joined.output_bytes_max,
+        limits=Limits(joined.rank_pids_max, joined.rank_memory_bytes_max),
         store_secret=store_secret(bytes.fromhex(joined.key)),
     )
 

@@ -22,16 +22,18 @@ from ...events.timing import REAP_S_MAX, STOP_GRACE_S
 from ..host import linux
 from ..ipc.pipe_protocol import Adopted, Frame
 from ..ipc.progress_page import ProgressPage
+from ..ipc.violation import Violation
 from .checkpoint_store import CheckpointStore
 from .delivery.outbox import Put
 from .delivery.spool import NO_SLOT, Spool
 from .monitoring.flight_recorder_dumps import Dumps, DumpTrigger, request_dumps
 from .monitoring.output_reader import OutputReaders
 from .monitoring.rank_monitor import RankMonitors
-from .processes.exit_report import ExitReporter, OomLookup
+from .processes.exit_report import ExitReporter, OomLookup, clipped
 from .processes.launcher import MARKER, Launcher, NodeConfig, environment, key_of
 from .processes.pipe import Pipe
 from .processes.process import Exit, Process
+from .processes.rank_guard import Key, Part, RankGuard
 from .processes.rank_process import RankAttempt, RankNote, Redactor
 from .processes.report_limits import ReportLimits
 from .processes.shim import Shim
@@ -80,14 +82,14 @@ class OrderExecutor:
         self._former = self._last = former.epoch, former.last
         self._unstarted = set(former.starts)
         """Of the former agent's StartRanks, those that were not read again yet."""
-        self.readers = OutputReaders(self._on_monitor_report, is_on=node.watch)
+        self.readers = OutputReaders(self._on_monitor_report, self._guard, is_on=node.watch)
         self._dump_trigger = DumpTrigger(self.dump)
-        self.watch = RankMonitors(self._on_monitor_report, is_on=node.watch)
+        self.watch = RankMonitors(self._on_monitor_report, self._guard, is_on=node.watch)
         self._group = group
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._slots = [asyncio.Lock() for _ in range(node.num_slots)]
-        self._ranks: dict[tuple[int, int, int], RankAttempt] = {}
+        self._ranks: dict[Key, RankAttempt] = {}
         self._publisher = Publisher(node.cluster, node.run_as, node.cluster_id)
         self._exit_reporter = ExitReporter(killed)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -135,6 +137,8 @@ class OrderExecutor:
             self._begin(rank, process, pipe, ProgressPage(files.pop(0)) if files else None)
             if note is None:  # its start was not reported
                 self._announce(rank, process)
+            if rank.note.fault:
+                process.signal_group(signal.SIGKILL)
             if rank.note.followed and process.follow(rank.note.followed):
                 self.watch.adopted(order, rank.note.followed)
             _log.info("adopted a rank", task=order.task, rank=order.rank, pid=process.pid)
@@ -249,7 +253,11 @@ class OrderExecutor:
             )
 
     def _on_monitor_report(self, body: Body, occurred_s: float | None) -> None:
-        key = (getattr(body, "task", 0), getattr(body, "rank", -1), getattr(body, "attempt", 0))
+        key: Key = (
+            getattr(body, "task", 0),
+            getattr(body, "rank", -1),
+            getattr(body, "attempt", 0),
+        )
         note = None
         if (rank := self._ranks.get(key)) is not None:
             if isinstance(body, reports.RankStalled | reports.RankUnstalled):
@@ -282,6 +290,10 @@ class OrderExecutor:
         self._publisher.stop()
         for task in self._tasks:
             task.cancel()
+
+    def end(self) -> None:
+        """End all processes of the node, with the shim."""
+        self._starter.end()
 
     # --- orders ---------------------------------------------------------------------------------
     def _spawn_task(self, work: Coroutine[None, None, None], name: str) -> None:
@@ -316,7 +328,7 @@ class OrderExecutor:
             ReportLimits(order, self._clock, self._loop.time),
             Redactor(environment(order, self._node, os.environ), self._node.redact),
         )
-        self._ranks[order.task, order.rank, order.attempt] = rank
+        self._ranks[rank.key] = rank
         self._spawn_task(
             self._run_rank(rank), f"task {order.task} rank {order.rank}.{order.attempt}"
         )
@@ -397,7 +409,7 @@ class OrderExecutor:
                 if rank.is_adopted or (not rank.is_withdrawn and self._spawn(rank)):
                     await self._watch(rank)
         finally:
-            del self._ranks[order.task, order.rank, order.attempt]
+            del self._ranks[rank.key]
             self._note_orders()
 
     def _spawn(self, rank: RankAttempt) -> bool:
@@ -425,7 +437,7 @@ class OrderExecutor:
     def _pipe(self, rank: RankAttempt, fd: int = -1) -> Pipe:
         return Pipe(
             lambda frame: self._on_frame(rank, frame),
-            lambda why: self._end_faulty(rank, why),
+            lambda: self._guard(rank.key, "pipe"),
             rank.limits.bytes_max,
             fd,
         )
@@ -438,7 +450,7 @@ class OrderExecutor:
         rank.process, rank.pipe = process, pipe
         self.watch.begin(order, page, process.pid, is_stalled=note.is_stalled)
         rank.memory = self._exit_reporter.watch(process.pid)
-        if order.spec.command and not note.is_ready:
+        if order.spec.command and not (note.is_ready or note.fault):
             self.readers.begin(
                 order,
                 process.log_path,
@@ -511,17 +523,23 @@ class OrderExecutor:
         if rank.pipe is not None:
             rank.pipe.drain()  # its last reports come before its exit
             self._report_dropped(rank, is_last=True)
-        self.readers.end(rank.order)
-        known = rank.fault or ("" if rank.stop_at is not None else None)
-        exited = await self._exit_reporter.report(
-            rank.order,
-            process,
-            how,
-            rank.memory,
-            error=rank.note.error,
-            known=known,
-            redact=rank.redactor.text,
-        )
+        with self._guard(rank.key, "output"):
+            self.readers.end(rank.order)
+        exited = None
+        with self._guard(rank.key, "exit"):
+            exited = await self._exit_reporter.report(
+                rank.order,
+                process,
+                how,
+                rank.memory,
+                error=rank.note.error,
+                known=rank.note.fault or ("" if rank.stop_at is not None else None),
+                redact=rank.redactor.text,
+            )
+        if exited is None:
+            exited = self._exit_reporter.report_without_output(
+                rank.order, process, how, rank.note.fault
+            )
         rank.note.is_exit_reported = True
         self._report(exited, None, NO_SLOT, self._note(rank))
 
@@ -530,11 +548,10 @@ class OrderExecutor:
         if frame.seq and frame.seq <= rank.note.frames:
             return  # a former agent has taken it
         rank.note.frames = frame.seq
-        if rank.fault:
+        if rank.note.fault:
             return  # it has broken the protocol: nothing that it sends counts any more
         if not isinstance(frame.body, Adopted) and (why := rank.limits.violation(frame)):
-            self._end_faulty(rank, why)
-            return
+            raise Violation(why)
         if not rank.limits.admits(frame):
             if rank.pipe is not None:
                 rank.pipe.pause(FLOOD_PAUSE_S)
@@ -586,12 +603,24 @@ class OrderExecutor:
             )
             self._report(dropped, None)
 
-    def _end_faulty(self, rank: RankAttempt, why: str) -> None:
-        """Kill a rank that violates the pipe protocol; it is restarted like any failed rank."""
-        _log.error("a rank violated the pipe protocol", rank=rank.order.rank, why=why)
-        rank.fault = f"killed by its agent: it violated the pipe protocol: {why}"
+    def _guard(self, key: Key, part: Part) -> RankGuard:
+        return RankGuard(self._end_faulty, key, part)
+
+    def _end_faulty(self, key: Key, why: str) -> None:
+        """Kill a rank that violates the protocol; it is restarted like any failed rank. Nothing
+        that it says counts any more."""
+        rank = self._ranks.get(key)
+        if rank is None or rank.note.fault:
+            return
+        _log.error("a rank violated the protocol", task=key[0], rank=key[1], why=clipped(why))
+        rank.note.fault = clipped(f"killed by its agent: {why}")
+        self._journal.note(*self._note(rank))
         if rank.process is not None:
             rank.process.signal_group(signal.SIGKILL)
+        if rank.pipe is not None:
+            rank.pipe.close()
+        self.readers.drop(rank.order)
+        self.watch.drop(rank.order)
 
     def _refuse_publication(
         self, order: orders.PublishCheckpoint, record: Record, error: PublishRefused

@@ -106,8 +106,17 @@ def descendants(roots: set[int], procs: list[Proc]) -> list[Proc]:
     return found
 
 
+def may_signal(pid: int) -> bool:
+    """Whether this process may send signals to another one."""
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
+
+
 def kill(proc: Proc) -> None:
-    """SIGKILL exactly this process; no effect if its pid has been reused."""
+    """SIGKILL exactly this process; no effect if its pid has been reused, or without the right."""
     try:
         handle = os.pidfd_open(proc.pid)
     except ProcessLookupError:
@@ -116,7 +125,7 @@ def kill(proc: Proc) -> None:
         now = read(proc.pid)
         if now is not None and now.start_ticks == proc.start_ticks:
             signal.pidfd_send_signal(handle, signal.SIGKILL)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):  # one with set-user-id
         pass
     finally:
         os.close(handle)

@@ -25,7 +25,7 @@ from msgspec import Struct
 from ...events.bounded_file import BoundedFiles
 from ...events.decoding import Decoder
 from ...events.errors import UsageError
-from . import linux, rank_user
+from . import linux, rank_cgroups, rank_user
 
 T = TypeVar("T")
 FIRST_S_MAX = 120.0
@@ -62,7 +62,8 @@ class Held(Struct, frozen=True, tag=True):
 class Start(Struct, frozen=True, tag=True):
     """Start a process. Its files: the log; one for each of `names`, which is an option of the
     process, or else an environment variable; and those that are held. `user`: whose rights it
-    gets, if not the shim's. The reply tells `pid`."""
+    gets, if not the shim's. `cgroup`: where it is contained ("": by adoption), if it is a rank. The
+    reply tells `pid`."""
 
     key: str
     note: bytes
@@ -71,6 +72,7 @@ class Start(Struct, frozen=True, tag=True):
     folder: str = ""
     names: tuple[str, ...] = ()
     user: str = ""
+    cgroup: str | None = None
 
 
 class Status(Struct, frozen=True, tag=True):
@@ -91,7 +93,8 @@ class End(Struct, frozen=True, tag=True):
 
 
 class Reply(Struct, frozen=True, tag=True):
-    """The reply to any message. `pid` is the shim's own after Attach."""
+    """The reply to any message. After Attach, `pid` is the shim's own, and `contains` says that it
+    contains the ranks that it starts: one of an agent of 0.3.0 does not."""
 
     pid: int = 0
     num: int = 0
@@ -100,6 +103,7 @@ class Reply(Struct, frozen=True, tag=True):
     exit_code: int | None = None
     signal: int | None = None
     dumped: bool = False
+    contains: bool = False
 
 
 _Message = Attach | Served | Held | Start | Status | Reap | End
@@ -202,7 +206,7 @@ class _Shim:
         match message:
             case Attach():
                 (self._changed,) = files
-                return Reply(pid=os.getpid(), num=len(self._entries))
+                return Reply(pid=os.getpid(), num=len(self._entries), contains=True)
             case Served():
                 self._gone_s, self._is_served = message.gone_s, True
             case Held():
@@ -251,6 +255,8 @@ class _Shim:
             user = rank_user.find(start.user)
 
             def prepare() -> None:
+                if start.cgroup is not None:
+                    rank_cgroups.contain(start.cgroup)
                 rank_user.become(user)
                 linux.die_with(parent)  # a change of the user clears it
 
@@ -265,7 +271,7 @@ class _Shim:
                 start_new_session=True,
                 preexec_fn=prepare,
             )
-        except (OSError, ValueError, UsageError) as error:
+        except (OSError, ValueError, UsageError, subprocess.SubprocessError) as error:
             for file in ours:
                 os.close(file)
             return Reply(error=str(error))

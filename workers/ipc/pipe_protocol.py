@@ -154,9 +154,10 @@ REQUEST_BYTES_MAX = 128 << 10
 
 
 class ForkRequest(Struct, frozen=True, kw_only=True):
-    """Fork a rank with exactly this environment."""
+    """Fork a rank with exactly this environment, contained in this cgroup ("": by adoption)."""
 
     env: dict[str, str]
+    cgroup: str = ""
 
 
 class ForkReply(Struct, frozen=True, kw_only=True):

@@ -5,19 +5,27 @@ rank also reads from the kernel how long it has waited for a core. The agent can
 holds the interpreter's lock, loops or is stopped. The page is a memfd, passed at the start like the
 pipe.
 
+The rank can write anything. The page is sealed, so that it keeps its length. The agent copies it
+and does not map it: a page of an agent of 0.3.0 has no seals, and one that its rank has cut would
+end a process that has it mapped.
+
 Layout: two places for the newest mark, written in turn, so that one is always complete; then a ring
 of the last finished iterations. A complete record begins and ends with the same counter. Times are
 of CLOCK_MONOTONIC, which is the same for all processes of a host.
 """
 
+import fcntl
+import math
 import mmap
 import os
 import struct
 import time
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from ..diagnosis.step_time import Kind
 from ..host.cpu_wait import CpuWait
+from .violation import Violation
 
 PAGE_BYTES = 4096
 RING_NUM = 60
@@ -25,6 +33,11 @@ _MARK = struct.Struct("<QqqI4xBB16sdddQ")
 _DONE = struct.Struct("<QqqddBQ")
 _MARK_BYTES, _RING_BYTES = 128, 256
 _DONE_BYTES = 64
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+ITERATIONS_NUM_MAX = 1 << 53
+"""Bound of generations and iterations, as of a rank's reports."""
+TIME_S_MAX = 1e10
+"""No host runs for as long."""
 assert _MARK.size <= _MARK_BYTES
 assert _DONE.size <= _DONE_BYTES
 assert _RING_BYTES + RING_NUM * _DONE_BYTES <= PAGE_BYTES
@@ -155,28 +168,22 @@ class ProgressWriter:
 
 class ProgressPage:
     """The agent's side: creates the page, passes `fd` to the rank, and reads. With `fd`, it reads a
-    page that the rank has already."""
+    page that the rank has already. Each read raises Violation."""
 
     def __init__(self, fd: int = -1) -> None:
         self.fd = fd
         if fd < 0:
-            self.fd = os.memfd_create("unicron-pulse", os.MFD_CLOEXEC)
+            self.fd = os.memfd_create("unicron-pulse", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, PAGE_BYTES)
-        self._page = mmap.mmap(self.fd, PAGE_BYTES, prot=mmap.PROT_READ)
-
-    def close_fd(self) -> None:
-        """Close `fd` once the rank has it; may be called twice."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
 
     def mark(self) -> Mark | None:
         """The newest complete mark; None if there is none yet."""
         newest: tuple[Any, ...] = (0,)
-        for place in (0, 1):
-            at = place * _MARK_BYTES
-            data = self._page[at : at + _MARK.size]
-            if data != self._page[at : at + _MARK.size]:
+        first, again = (self._copy(0, 2 * _MARK_BYTES) for _ in range(2))
+        for at in (0, _MARK_BYTES):
+            data = first[at : at + _MARK.size]
+            if data != again[at : at + _MARK.size]:
                 continue  # being written: the other place holds the previous mark
             fields = _MARK.unpack(data)
             if fields[0] == fields[-1] and fields[0] > newest[0]:
@@ -184,7 +191,9 @@ class ProgressPage:
         if not newest[0]:
             return None
         num, generation, iteration, collective, phase, kind, what, *times, _ = newest
-        at_s, began_s, waited_s = times
+        if phase not in (OUTSIDE_CODE, OWN_CODE, COLLECTIVE_CODE):
+            raise Violation(f"phase {phase}")
+        at_s, began_s, waited_s = _checked(kind, (generation, iteration), times)
         return Mark(
             num,
             generation,
@@ -200,24 +209,49 @@ class ProgressPage:
 
     def done(self, after: int) -> list[FinishedIteration]:
         """The finished iterations after number `after` that the ring still has, oldest first."""
+        ring = [self._copy(_RING_BYTES, RING_NUM * _DONE_BYTES) for _ in range(2)]
         found: list[FinishedIteration] = []
-        while (done := self._done(after + 1)) is not None and done.num == after + 1:
+        while (done := _done(ring, after + 1)) is not None and done.num == after + 1:
             found.append(done)
             after += 1
         if done is None or found or done.num <= after:
             return found
-        kept = (self._done(num) for num in range(RING_NUM))  # the ring was overwritten since
+        kept = (_done(ring, num) for num in range(RING_NUM))  # it was overwritten since
         return sorted(done for done in kept if done is not None and done.num > after)
 
-    def _done(self, num: int) -> FinishedIteration | None:
-        """The record in the slot of this number; None while it is written."""
-        at = _RING_BYTES + num % RING_NUM * _DONE_BYTES
-        data = self._page[at : at + _DONE.size]
-        number, generation, iteration, iteration_s, own_s, kind, again = _DONE.unpack(data)
-        if number != again or data != self._page[at : at + _DONE.size]:
-            return None
-        return FinishedIteration(number, generation, iteration, iteration_s, own_s, KINDS[kind])
-
     def close(self) -> None:
-        self.close_fd()
-        self._page.close()
+        """A second call does nothing."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def _copy(self, at: int, num_bytes: int) -> bytes:
+        """A part of the page: 1.4 us (measured), of a mapping 0.2 us."""
+        data = os.pread(self.fd, num_bytes, at)
+        if len(data) < num_bytes:
+            raise Violation(f"it ends after {at + len(data)} bytes")
+        return data
+
+
+def _done(ring: list[bytes], num: int) -> FinishedIteration | None:
+    """The record in the slot of this number, of two copies of the ring; None: being written."""
+    at = num % RING_NUM * _DONE_BYTES
+    data, again = (copy[at : at + _DONE.size] for copy in ring)
+    number, generation, iteration, iteration_s, own_s, kind, last = _DONE.unpack(data)
+    if number != last or data != again:
+        return None
+    _checked(kind, (generation, iteration), (iteration_s, own_s))
+    return FinishedIteration(number, generation, iteration, iteration_s, own_s, KINDS[kind])
+
+
+def _checked(kind: int, numbers: Sequence[int], times: Sequence[float]) -> Sequence[float]:
+    """The times. Raises Violation if one of the values cannot be."""
+    if kind >= len(KINDS):
+        raise Violation(f"kind {kind}")
+    for number in numbers:
+        if not 0 <= number < ITERATIONS_NUM_MAX:
+            raise Violation(f"number {number}")
+    for time_s in times:
+        if not (math.isfinite(time_s) and 0 <= time_s <= TIME_S_MAX):
+            raise Violation(f"time {time_s}")
+    return times

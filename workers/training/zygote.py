@@ -18,7 +18,7 @@ import msgspec
 
 from ...events.decoding import from_msgpack
 from ...events.errors import UsageError
-from ..host import linux, rank_user
+from ..host import linux, rank_cgroups, rank_user
 from ..host.rank_user import RankUser
 from ..ipc.pipe_protocol import FDS_NUM_MAX, REQUEST_BYTES_MAX, ForkReply, ForkRequest
 from . import rank
@@ -97,6 +97,7 @@ def _run_rank(
         if time.monotonic() > deadline_s:
             os._exit(1)  # the parent is gone, or adopts no orphans
         time.sleep(ADOPTED_S_MAX / 10_000)
+    rank_cgroups.contain(request.cgroup)
     rank_user.become(user)
     linux.die_with(parent)  # a change of the user clears it
     linux.set_process_name(f"rank {request.env['UNICRON_RANK']}")

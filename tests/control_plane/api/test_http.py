@@ -395,6 +395,8 @@ async def test_an_agent_joins(site: Site) -> None:
         "agent_gone_s_max": 60.0,
         "has_lists": True,
         "output_bytes_max": OUTPUT_BYTES_MAX,
+        "rank_pids_max": 0,
+        "rank_memory_bytes_max": 0,
         "version": __version__,
     }
     for name in ("No Name", "operator", "leader"):

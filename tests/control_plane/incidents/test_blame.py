@@ -131,6 +131,33 @@ def test_a_command_with_a_bug_fails_after_one_try_elsewhere(d: Driver) -> None:
     at_rest(d)
 
 
+def test_a_rank_that_violates_the_protocol_is_its_tasks_fault(d: Driver) -> None:
+    """As its agent reports it (workers/agent/processes/exit_report.py)."""
+    task, num = begun(d, command("hostile", 1, 1)), 0
+    while not task_of(d, task).outcome:
+        (rank,) = processes(d, task)
+        exited = r.RankExited(
+            task=task,
+            rank=rank.rank,
+            attempt=rank.attempt,
+            pid=rank.pid,
+            exit_code=None,
+            signal=9,
+            tail="",
+            status=s.OTHER_SOFTWARE,
+            rule="rank-protocol",
+            cause="killed by its agent: it violated the page protocol: kind 200",
+        )
+        obey(d, d.tell(d.source(rank.slot.node), exited))
+        num += 1
+        assert num <= d.state.policy.restarts_max + 2, "the budget, and once elsewhere"
+    assert task_of(d, task).outcome == "failed"
+    assert "it violated the page protocol: kind 200" in task_of(d, task).why
+    assert not out(d)
+    assert not suspected(d)
+    at_rest(d)
+
+
 def test_a_start_error_of_every_rank_ends_the_task_at_once(d: Driver) -> None:
     for what in (job("loop", 2, 2), command("command", 2, 2)):
         task = d.submit(what)

@@ -8,10 +8,10 @@ import random
 import signal
 import socket
 import subprocess
-from contextlib import suppress
 from pathlib import Path
 
 from agent_driver import WAITS, PlaneStub, alive, ended, train, until, until_gone, until_text
+from guards import unguarded
 from kubernetes_api import KubernetesApi
 from unicron.events.records import reports as r
 from unicron.events.records.types import Labels
@@ -319,12 +319,12 @@ async def test_a_frame_leaves_the_pipe_only_after_it_was_handled() -> None:
         if frame.seq == 2:
             raise InterruptedError
 
-    pipe = Pipe(dies, lambda why: None, fd=os.dup(ours.fileno()))
-    with suppress(InterruptedError):
-        pipe.drain()
-    pipe.close()
+    pipe = Pipe(dies, lambda: unguarded((1, 0, 1), "pipe"), fd=os.dup(ours.fileno()))
+    pipe.drain()
     theirs.sendall(data[-1:])
-    again = Pipe(lambda frame: seen.append(frame.seq), lambda why: None, fd=ours.detach())
+    again = Pipe(
+        lambda frame: seen.append(frame.seq), lambda: unguarded((1, 0, 1), "pipe"), fd=ours.detach()
+    )
     await until(lambda: True if seen == [1, 2, 1, 2, 3] else None)
     again.close()
     theirs.close()

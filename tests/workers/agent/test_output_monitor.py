@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from agent_driver import LocalNode, python
+from guards import unguarded
 from hypothesis import given
 from hypothesis import strategies as st
 from unicron.events.records.orders import StartRank
@@ -421,7 +422,7 @@ def test_another_global_batch_is_logged_once(
 
 def test_the_first_rank_that_prints_is_read(tmp_path: Path) -> None:
     reports: list[Body] = []
-    readers = OutputReaders(lambda body, _: reports.append(body))
+    readers = OutputReaders(lambda body, _: reports.append(body), unguarded)
     logs = [tmp_path / str(rank) for rank in range(3)]
     for rank, path in enumerate(logs):
         path.touch()
@@ -507,7 +508,7 @@ class Played:
 
     def __init__(self, folder: Path, num_ranks: int = 1) -> None:
         self.told: list[Body] = []
-        self.readers = OutputReaders(lambda body, _: self.told.append(body))
+        self.readers = OutputReaders(lambda body, _: self.told.append(body), unguarded)
         self.logs = [folder / f"rank-{rank}.log" for rank in range(num_ranks)]
         self.now_s = 1000.0
         self.iteration = 0
@@ -650,7 +651,7 @@ def test_time_in_which_the_agent_was_paused_does_not_count(played: Played) -> No
 
 def test_no_stall_is_reported_where_the_monitor_is_off(tmp_path: Path) -> None:
     reports: list[Body] = []
-    readers = OutputReaders(lambda body, _: reports.append(body), is_on=False)
+    readers = OutputReaders(lambda body, _: reports.append(body), unguarded, is_on=False)
     path = tmp_path / "log"
     path.touch()
     readers.begin(order(), path, 0, os.getpid())
@@ -675,7 +676,7 @@ def test_a_real_process_that_is_stopped_and_continued(
 ) -> None:
     monkeypatch.setattr(output_reader, "LENIENT_S", 1.0)
     reports: list[Body] = []
-    readers = OutputReaders(lambda body, _: reports.append(body))
+    readers = OutputReaders(lambda body, _: reports.append(body), unguarded)
     path = tmp_path / "rank-0.log"
     program = tmp_path / "prints.py"
     program.write_text(PRINTS)

@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 from agent_driver import train
+from guards import unguarded
 from unicron.events.records.orders import StartRank
 from unicron.events.records.reports import RankStalled, RankUnstalled, StepTimeChanged
 from unicron.events.records.types import Body, Slot
@@ -167,7 +168,7 @@ class Monitored:
         patch.setattr(pulse_module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         patch.setattr(CpuWait, "in_s", mock.Mock(return_value=0.0))  # its time is the real one
         self.bodies: list[Body] = []
-        self.watch = RankMonitors(lambda body, at_s: self.bodies.append(body))
+        self.watch = RankMonitors(lambda body, at_s: self.bodies.append(body), unguarded)
         self.ranks: list[ProgressWriter] = []
         self.orders: list[StartRank] = []
         self.iteration = 0
@@ -412,7 +413,10 @@ def test_a_monitor_paused_for_many_iterations_reads_the_last(monitored: Monitore
 
 
 def test_without_monitoring_a_rank_has_no_page(monitored: Monitored) -> None:
-    assert RankMonitors(lambda body, at_s: None, is_on=False).open(monitored.orders[0]) is None
+    assert (
+        RankMonitors(lambda body, at_s: None, unguarded, is_on=False).open(monitored.orders[0])
+        is None
+    )
     monitored.close()  # the fixture closes it again
 
 

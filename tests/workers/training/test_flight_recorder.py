@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from agent_driver import new_shim, start
+from guards import unguarded
 from rank_driver import Driver
 from unicron.cli.app import run_command
 from unicron.workers.agent.monitoring import flight_recorder_dumps
@@ -118,7 +119,7 @@ def test_the_agent_requests_a_dump_of_each_rank(tmp_path: Path) -> None:
         process = start(
             shim, ["sleep", "60"], tmp_path / "rank-5.attempt-1.log", ("UNICRON_TEST", "dumps")
         )
-        pipe = Pipe(lambda frame: None, lambda why: None)
+        pipe = Pipe(lambda frame: None, lambda: unguarded((1, 0, 1), "pipe"))
         try:
             requested = flight_recorder_dumps.request_dumps(
                 [(5, process, pipe), (6, None, None), (7, process, None)]

@@ -46,6 +46,8 @@ class Joined(Struct, frozen=True, kw_only=True):
     redact: tuple[str, ...] = REDACT
     agent_gone_s_max: float = 60.0
     output_bytes_max: int = OUTPUT_BYTES_MAX
+    rank_pids_max: int = 0
+    rank_memory_bytes_max: int = 0
     version: str = ""
     cluster_id: str = ""
     """Distinguishes clusters of the same name; "": told by an older control plane."""

@@ -18,6 +18,7 @@ from ....events.records.reports import IterationsLogged, RankStalled, RankUnstal
 from ....events.records.types import Body
 from ...diagnosis.step_time import LENIENT_S, LENIENT_TIMES, STALLED_TIMES, StepTimeMonitor, Window
 from ...host import linux
+from ..processes.rank_guard import Guard, Key
 from . import process_state
 from .megatron_output import IterationRanges, ProgressLine, ProgressLines
 
@@ -147,12 +148,16 @@ _log = structlog.get_logger("agent")
 class OutputReaders:
     """Reads all commands of a node. Of each task only the first process with progress reports."""
 
-    def __init__(self, report: Callable[[Body, float | None], None], *, is_on: bool = True) -> None:
-        """`is_on`: whether hangs are detected."""
+    def __init__(
+        self, report: Callable[[Body, float | None], None], guard: Guard, *, is_on: bool = True
+    ) -> None:
+        """All that is read of a rank's output is read in its `guard`. `is_on`: whether hangs are
+        detected."""
         self._report = report
+        self._guard = guard
         self._is_on = is_on
-        self._logs: dict[tuple[int, int, int], OutputReader] = {}
-        self._watched: dict[tuple[int, int, int], OutputMonitor] = {}
+        self._logs: dict[Key, OutputReader] = {}
+        self._watched: dict[Key, OutputMonitor] = {}
         self._looked_s: float | None = None
 
     def begin(
@@ -171,7 +176,7 @@ class OutputReaders:
         if self._is_on:
             self._watched[_key(order)] = OutputMonitor(order, pid, is_stalled=is_stalled)
 
-    def reported_at(self, key: tuple[int, int, int]) -> int:
+    def reported_at(self, key: Key) -> int:
         """Up to where the output of a process is reported; 0: it is not known."""
         return self._logs[key].reported_at if key in self._logs else 0
 
@@ -187,14 +192,19 @@ class OutputReaders:
         bytes_max = read_bytes_max(len(reading))
         reported: set[int] = set()
         for one in reading:
-            if one.task not in reported and (report := one.look(bytes_max)) is not None:
-                reported.add(one.task)
-                self._report_progress(one, report, now_s)
+            with self._guard(one.key, "output"):
+                if one.task not in reported and (report := one.look(bytes_max)) is not None:
+                    reported.add(one.task)
+                    self._report_progress(one, report, now_s)
         for key in reporting.values():
             if key in self._watched:
-                stalled = self._watched[key].look(now_s, partial(self._is_paused, self._logs[key]))
-                if stalled is not None:
-                    self._report(stalled, None)
+                with self._guard(key, "output"):
+                    self._look_for_stall(key, now_s)
+
+    def _look_for_stall(self, key: Key, now_s: float) -> None:
+        stalled = self._watched[key].look(now_s, partial(self._is_paused, self._logs[key]))
+        if stalled is not None:
+            self._report(stalled, None)
 
     def _report_progress(self, one: OutputReader, report: IterationsLogged, now_s: float) -> None:
         watched = self._watched.get(one.key)
@@ -362,7 +372,7 @@ class OutputReader:
         )
 
 
-def _key(order: StartRank) -> tuple[int, int, int]:
+def _key(order: StartRank) -> Key:
     return order.task, order.rank, order.attempt
 
 

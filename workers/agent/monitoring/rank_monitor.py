@@ -11,6 +11,7 @@ from ....events.records.reports import RankStalled, RankUnstalled, StepTimeChang
 from ....events.records.types import Body
 from ...diagnosis.step_time import WARM_UP_NUM, StepTimeChange, StepTimeMonitor
 from ...ipc.progress_page import COLLECTIVE_CODE, OUTSIDE_CODE, Mark, ProgressPage
+from ..processes.rank_guard import Guard, Key
 from . import process_state
 from .process_state import silent_peers
 
@@ -27,14 +28,16 @@ SLOW_AGAIN_TIMES = 2.0
 REPORT_S = 10.0
 """Minimum time between two step-time reports of one rank in the same generation."""
 
-Key = tuple[int, int, int]
-
 
 class RankMonitors:
-    """The monitors of a node's training ranks. `report` spools a body."""
+    """The monitors of a node's training ranks. `report` spools a body. All that is read of a rank's
+    page is read in its `guard`."""
 
-    def __init__(self, report: Callable[[Body, float | None], None], *, is_on: bool = True) -> None:
+    def __init__(
+        self, report: Callable[[Body, float | None], None], guard: Guard, *, is_on: bool = True
+    ) -> None:
         self._report = report
+        self._guard = guard
         self._is_on = is_on
         self._watched: dict[Key, RankMonitor] = {}
         self._looked_s: float | None = None
@@ -47,9 +50,13 @@ class RankMonitors:
         self, order: StartRank, page: ProgressPage | None, pid: int, *, is_stalled: bool = False
     ) -> None:
         """Monitor a rank with its page. `is_stalled`: as a former agent has reported."""
-        if page is not None:
-            page.close_fd()
-            self._watched[_key(order)] = RankMonitor(order, page, pid, is_stalled=is_stalled)
+        if page is None:
+            return
+        key = _key(order)
+        self._watched[key] = monitor = RankMonitor(order, page, pid)
+        if is_stalled:
+            with self._guard(key, "page"):
+                monitor.continue_stall()
 
     def adopted(self, order: StartRank, pid: int) -> None:
         """Monitor `pid`, the process that trains."""
@@ -64,21 +71,21 @@ class RankMonitors:
 
     def look(self, now_s: float) -> None:
         """Report all changes. `now_s` is the monotonic clock."""
-        late_s = now_s - self._looked_s - WATCH_S if self._looked_s is not None else 0.0
+        before_s = self._looked_s
+        late_s = now_s - before_s - WATCH_S if before_s is not None else 0.0
         self._looked_s = now_s
-        for watched in self._watched.values():
+        for key, watched in list(self._watched.items()):
             if late_s > LATE_S:
                 watched.exclude(now_s if late_s > PAUSE_S else None, late_s)
-            for body in watched.look(now_s):
-                self._report(body, None)
+            with self._guard(key, "page"):
+                for body in watched.look(now_s, before_s or 0.0):
+                    self._report(body, None)
 
 
 class RankMonitor:
     """One rank: the state of its page, and what was reported."""
 
-    def __init__(
-        self, order: StartRank, page: ProgressPage, pid: int, *, is_stalled: bool = False
-    ) -> None:
+    def __init__(self, order: StartRank, page: ProgressPage, pid: int) -> None:
         self.page = page
         self._ids = {"task": order.task, "rank": order.rank, "attempt": order.attempt}
         self.pid = pid
@@ -89,11 +96,11 @@ class RankMonitor:
         """Time before this does not count."""
         self._missed_s = 0.0
         """Time without monitoring since the last mark."""
-        self._mark_num: int = 0
-        if is_stalled and (mark := page.mark()) is not None:  # its end is the next mark
-            self._mark_num, self._generation = mark.num, mark.generation
+        self._newest: tuple[int, float] = (0, 0.0)
+        """The number of the newest mark, and the look before: no mark is older than that, whatever
+        the rank says, so that its stalls are no flood."""
         self._before: process_state.ProcessState | None = None
-        self._stalled: Mark | None = page.mark() if is_stalled else None
+        self._stalled: Mark | None = None
         self._reported_s = -REPORT_S
         self._slow: tuple[int, int] | None = None
         """Generation and iteration of the last slow iteration that was reported."""
@@ -104,6 +111,12 @@ class RankMonitor:
         self._waiting: StepTimeChange | None = None
         """A step-time report held back because the last one was sent less than REPORT_S ago."""
 
+    def continue_stall(self) -> None:
+        """A former agent has reported that the rank stalls. Its end is the next mark."""
+        self._stalled = mark = self.page.mark()
+        if mark is not None:
+            self._newest, self._generation = (mark.num, 0.0), mark.generation
+
     def exclude(self, from_s: float | None, late_s: float) -> None:
         """Do not count the last `late_s`. If `from_s` is given, count only time after `from_s`."""
         self._before = None
@@ -112,8 +125,8 @@ class RankMonitor:
         else:
             self._from_s, self._missed_s = from_s, 0.0
 
-    def look(self, now_s: float) -> list[Body]:
-        """The reports due now."""
+    def look(self, now_s: float, before_s: float) -> list[Body]:
+        """The reports due now. `before_s`: the look before; 0: none."""
         mark = self.page.mark()
         if mark is None:
             return []
@@ -123,8 +136,8 @@ class RankMonitor:
             self._monitor = StepTimeMonitor(self._monitor.average_s)
             self._slow = self._waiting = None
             self._reported_s = -REPORT_S
-        if mark.num != self._mark_num:
-            self._mark_num, self._missed_s, self._before = mark.num, 0.0, None
+        if mark.num != self._newest[0]:
+            self._newest, self._missed_s, self._before = (mark.num, before_s), 0.0, None
             if self._stalled is not None:
                 reports.append(
                     RankUnstalled(
@@ -145,7 +158,7 @@ class RankMonitor:
         if not limit_s:
             return []
         limit_s = max(limit_s, STALL_S_MIN)
-        in_s = now_s - max(mark.at_s, self._from_s) - self._missed_s
+        in_s = now_s - max(mark.at_s, self._from_s, self._newest[1]) - self._missed_s
         if self._stalled is None and in_s > limit_s / 3 and self._before is None:
             self._before = process_state.look(self.pid)
         if (

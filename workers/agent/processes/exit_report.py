@@ -194,6 +194,8 @@ def _signal_in_words(number: int) -> str:
     return f"signal {number} ({name})" + (f": {words}" if words else "")
 
 
+VIOLATION = "rank-protocol"
+"""The rule of a rank that its agent has ended."""
 TAIL_BYTES = 4096
 READ_BYTES = 64 << 10
 """The end of a command's output that is searched for its cause."""
@@ -257,26 +259,18 @@ class ExitReporter:
             cause = NOTHING._replace(line=describe_exit(how))
             output = "(no output: reading it took too long)"
         if known is not None:
-            cause = NOTHING._replace(line=clipped(known))
+            cause = _cause_of_agent(known)
         # Redacted before it is cut, so that no part of a secret is left at its beginning.
         tail = (
             "" if is_explained else redact(output).encode()[-TAIL_BYTES:].decode(errors="replace")
         )
-        return RankExited(
-            task=order.task,
-            rank=order.rank,
-            attempt=order.attempt,
-            pid=process.pid,
-            exit_code=how.exit_code,
-            signal=how.signal,
-            tail=tail,
-            status=cause.status,
-            rule=cause.rule,
-            cause=redact(cause.line),
-            second_hand=cause.second_hand,
-            can_pass=cause.can_pass,
-            peer=cause.peer,
-        )
+        return _exited(order, process, how, cause._replace(line=redact(cause.line)), tail)
+
+    def report_without_output(
+        self, order: StartRank, process: Process, how: Exit, known: str
+    ) -> RankExited:
+        """The report if the search has failed."""
+        return _exited(order, process, how, _cause_of_agent(known or describe_exit(how)), "")
 
     def _find_cause(
         self,
@@ -326,3 +320,28 @@ class ExitReporter:
             return asyncio.run_coroutine_threadsafe(call(), self._loop).result(SEARCH_S_MAX)
         except (TimeoutError, CancelledError):
             return None
+
+
+def _cause_of_agent(known: str) -> Verdict:
+    """The cause of an end by the agent; "": by order. What a rank has said is its own doing, on
+    whichever slot."""
+    cause = NOTHING._replace(line=clipped(known))
+    return cause._replace(status=statuses.OTHER_SOFTWARE, rule=VIOLATION) if known else cause
+
+
+def _exited(order: StartRank, process: Process, how: Exit, cause: Verdict, tail: str) -> RankExited:
+    return RankExited(
+        task=order.task,
+        rank=order.rank,
+        attempt=order.attempt,
+        pid=process.pid,
+        exit_code=how.exit_code,
+        signal=how.signal,
+        tail=tail,
+        status=cause.status,
+        rule=cause.rule,
+        cause=cause.line,
+        second_hand=cause.second_hand,
+        can_pass=cause.can_pass,
+        peer=cause.peer,
+    )

@@ -4,8 +4,10 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+import structlog
 from msgspec import Struct, json, msgpack, structs
 
 from ....events import network_address
@@ -14,7 +16,8 @@ from ....events.records.orders import StartRank
 from ....events.records.types import Labels
 from ....events.spec.launchers import launcher_of
 from ....events.spec.policy import OUTPUT_BYTES_MAX, REDACT
-from ...host import output_owner
+from ...host import output_owner, rank_cgroups
+from ...host.rank_cgroups import Limits, RankCgroups
 from ...host.rank_user import RankUser
 from ...ipc.pipe_protocol import FD, LOOP, PULSE, Frame, Unpacker, pack
 from ...ipc.progress_page import ProgressPage
@@ -28,7 +31,11 @@ MARKER = "UNICRON_PROCESS"
 """Environment variable of every process that an agent starts: identifies its owner."""
 FD_ENV = {"--fd": FD, "--pulse": PULSE}
 """Option of a rank -> the environment variable that a command gets instead."""
+CGROUPS_ENV = "UNICRON_CGROUPS"
+"""Set to 0: ranks get no cgroups."""
 RANK_ARGV = (sys.executable, "-P", "-m", "unicron.workers.training.rank")
+
+_log = structlog.get_logger("agent")
 
 
 class NodeConfig(Struct, frozen=True, kw_only=True):
@@ -51,6 +58,8 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
     """The user of its ranks; None: that of the agent."""
     watch: bool = True
     """Whether its ranks are monitored for stalls."""
+    limits: Limits = Limits()
+    """Of each rank: Policy.rank_pids_max, Policy.rank_memory_bytes_max."""
     gone_s: float = 60.0
     """Policy.agent_gone_s_max."""
     output_bytes_max: int = OUTPUT_BYTES_MAX
@@ -74,12 +83,13 @@ def marker_prefix(state_dir: Path, node: str) -> str:
 
 class _Note(Struct, frozen=True):
     """What the shim holds of a rank: its StartRank as a frame, its log, where its output begins,
-    and the folder where it writes files for the agent."""
+    the folder where it writes files for the agent, and its cgroup ("": it has none)."""
 
     order: bytes
     log_path: str
     log_start: int
     folder: str
+    cgroup: str = ""
 
 
 class Launcher:
@@ -99,6 +109,8 @@ class Launcher:
             )
         self._folders: Path | None = None
         """With `run_as`: where ranks write files for the agent."""
+        self._cgroups = _cgroups(node, os.environ)
+        self.clear()  # of an agent that was killed
 
     async def prepare(self, order: StartRank) -> None:
         """Wait for the zygote if the rank needs it: seconds the first time. Call before `start`."""
@@ -114,7 +126,13 @@ class Launcher:
                 (frame,) = Unpacker().feed(note.order)
                 marker = f"{MARKER}={self._node.mark}{self._node.incarnation}:{key}".encode()
                 process = Process(
-                    held.pid, Path(note.log_path), note.log_start, marker, self._shim, key
+                    held.pid,
+                    Path(note.log_path),
+                    note.log_start,
+                    marker,
+                    self._shim,
+                    key,
+                    Path(note.cgroup) if note.cgroup else None,
                 )
                 yield frame, self._with_user(process, Path(note.folder)), held.files
 
@@ -137,11 +155,47 @@ class Launcher:
         os.chown(path, self._node.run_as.uid, self._node.run_as.gid)
         return path
 
+    def clear(self) -> None:
+        """Remove the cgroups of ranks that have ended, with what is in them."""
+        if self._cgroups is not None:
+            self._cgroups.clear(self._shim.pids)
+
+    def end(self) -> None:
+        """End all processes of the node, with the shim."""
+        self._shim.end()
+        self.clear()
+
+    def _cgroup(self, key: str) -> Path | None:
+        """A new cgroup for a rank; None: it cannot have one."""
+        if self._cgroups is None:
+            return None
+        self.clear()
+        try:
+            return self._cgroups.make(key)
+        except OSError as error:
+            _log.warning("a rank has no cgroup", key=key, why=str(error))
+            return None
+
     def start(
         self, order: StartRank, frame: Frame, pipe: Pipe | None, page: ProgressPage | None
     ) -> Process:
         """Start the rank with its pipe to the agent and its progress page. `frame`: the order, for
         the next agent. Raises OSError, ValueError."""
+        cgroup = self._cgroup(key_of(order))
+        try:
+            return self._start(order, frame, pipe, page, cgroup)
+        except (OSError, ValueError):
+            self.clear()
+            raise
+
+    def _start(
+        self,
+        order: StartRank,
+        frame: Frame,
+        pipe: Pipe | None,
+        page: ProgressPage | None,
+        cgroup: Path | None,
+    ) -> Process:
         node = self._node
         user = node.run_as.name if node.run_as else ""
         log_path = (
@@ -154,7 +208,9 @@ class Launcher:
         marker = (MARKER, f"{node.mark}{node.incarnation}:{key}")
 
         def note(log_start: int) -> bytes:
-            return msgpack.encode(_Note(pack(frame), str(log_path), log_start, str(folder)))
+            return msgpack.encode(
+                _Note(pack(frame), str(log_path), log_start, str(folder), str(cgroup or ""))
+            )
 
         errors = torch_files.error_file_of(log_path, folder)
         output = Output(log_path, node.output_bytes_max)
@@ -167,19 +223,23 @@ class Launcher:
             *([pipe.fileno()] if pipe is not None else []),
             *([page.fd] if page is not None else []),
         ]
+        by_exec = partial(
+            Process.start,
+            self._shim,
+            key,
+            note,
+            env=env,
+            marker=marker,
+            output=output,
+            held=held,
+            user=user,
+            cgroup=cgroup,
+        )
         if order.spec.command:
-            process = Process.start(
-                self._shim,
-                key,
-                note,
+            process = by_exec(
                 on_this_node(order.spec.command, env),
-                env=env,
-                marker=marker,
-                output=output,
-                held=held,
                 files={FD_ENV[option]: fd for option, fd in files.items()},
                 folder=order.spec.folder,
-                user=user,
             )
         elif self._zygote is not None and self._zygote.can_fork(env):
             process = Process.fork(
@@ -192,21 +252,25 @@ class Launcher:
                 output=output,
                 files=tuple(files.values()),
                 held=held,
+                cgroup=cgroup,
             )
         else:
-            process = Process.start(
-                self._shim,
-                key,
-                note,
-                node.rank_argv,
-                env=env,
-                marker=marker,
-                output=output,
-                files=files,
-                held=held,
-                user=user,
-            )
+            process = by_exec(node.rank_argv, files=files)
         return self._with_user(process, folder)
+
+
+def _cgroups(node: NodeConfig, env: Mapping[str, str]) -> RankCgroups | None:
+    """Where the node's ranks have their cgroups; None: they are contained by adoption."""
+    base = rank_cgroups.find() if env.get(CGROUPS_ENV) != "0" else None
+    wanted = {name for name, value in node.limits._asdict().items() if value}
+    given = rank_cgroups.enable(base) if base is not None and wanted else frozenset[str]()
+    if lacking := wanted - given:
+        _log.warning(
+            "ranks are not limited: this agent has no cgroup with these controllers",
+            limits=sorted(lacking),
+            hint="docs/guides/systemd.md; unicron doctor",
+        )
+    return RankCgroups(base, node.mark, node.limits) if base is not None else None
 
 
 def key_of(order: StartRank) -> str:

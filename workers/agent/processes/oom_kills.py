@@ -58,7 +58,7 @@ class Kills:
     def group(self, pid: int) -> MemoryCgroup | None:
         """The cgroup of a process, monitored while the caller holds it; None: it has none."""
         for folders, is_v1 in folders_of(self._proc / str(pid), self._cgroups):
-            for folder in (folders[0], folders[-1]):
+            for folder in folders:  # that of a rank may have no controller
                 file = folder / ("memory.oom_control" if is_v1 else "memory.events")
                 known = self._groups.get(file)
                 if known is not None:

@@ -4,7 +4,11 @@ import asyncio
 import socket
 from collections.abc import Callable
 
+import msgspec
+
 from ...ipc.pipe_protocol import FRAME_BYTES_MAX, Frame, Unpacker, pack, whole_bytes
+from ...ipc.violation import Violation
+from .rank_guard import RankGuard
 
 WAITING_BYTES_MAX = 64 << 20
 """Unsent bytes for a rank that does not read; beyond this, `send` refuses frames."""
@@ -13,11 +17,13 @@ WHOLE_BYTES_MAX = 16 << 10
 of a longer frame might never come."""
 PART_S = 0.005
 """Wait for the rest of a frame."""
+FAILED_S = 0.5
+"""Wait after a read that failed through no fault of the rank."""
 _READ_BYTES = 256 << 10
 
 
 class Pipe:
-    """Sends frames. Calls `on_frame` for each received frame, `on_broken` for an invalid one. A
+    """Sends frames. Calls `on_frame` for each received frame. All reading is done in `guard`. A
     frame leaves the socket only after `on_frame`, so that the next agent finds it if this one is
     killed; of a frame above WHOLE_BYTES_MAX the parts leave as they come. A closed pipe is not
     reported, because the pidfd reports the rank's exit. `fd`: the agent's end, if the rank has the
@@ -26,12 +32,12 @@ class Pipe:
     def __init__(
         self,
         on_frame: Callable[[Frame], None],
-        on_broken: Callable[[str], None],
+        guard: Callable[[], RankGuard],
         bytes_max: int = FRAME_BYTES_MAX,
         fd: int = -1,
     ) -> None:
         self._on_frame = on_frame
-        self._on_broken = on_broken
+        self._guard = guard
         self._bytes_max = bytes_max
         self._unpacker = Unpacker(bytes_max)
         self._waiting = bytearray()
@@ -89,6 +95,15 @@ class Pipe:
         self._loop.add_reader(self._ours, self._read)
 
     def _read(self, is_last: bool = False) -> None:
+        with self._guard():
+            self._take(is_last)
+            return
+        if is_last:  # it has raised
+            self.close()
+        elif self._open:
+            self.pause(FAILED_S)
+
+    def _take(self, is_last: bool) -> None:
         try:
             data = self._ours.recv(_READ_BYTES, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
@@ -106,10 +121,8 @@ class Pipe:
             return
         try:
             frames = self._unpacker.feed(data[:num_bytes])
-        except (ValueError, OverflowError, RecursionError) as error:
-            self.close()
-            self._on_broken(str(error))
-            return
+        except (ValueError, msgspec.MsgspecError, OverflowError, RecursionError) as error:
+            raise Violation(str(error)) from None
         for frame in frames:
             self._on_frame(frame)
         if self._open:

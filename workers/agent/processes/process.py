@@ -1,8 +1,9 @@
 """One process of a rank: starts it, monitors its pidfd, ends and reaps it with its descendants.
 
-It leads its own session, and dies with its parent, the shim. It is reaped after all others of its
-group: until then the kernel cannot reuse its pid, which is also the number of its group and
-session, so a signal to the group hits no stranger.
+It leads its own session, and dies with its parent, the shim. Its descendants are found by its
+cgroup; without one, as orphans, which it has adopted while it lived. It is reaped after all of
+them: until then the kernel cannot reuse its pid, which is also the number of its group and session,
+so a signal to the group hits no stranger.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from ....events.bounded_file import ASIDE
-from ...host import linux
+from ...host import linux, rank_cgroups
 from . import former_outputs
-from .shim import OUTPUT, Shim
+from .shim import OUTPUT, ZYGOTE, Shim
 from .zygote import Zygote
 
 ADOPTED_S_MAX = 5.0
@@ -48,11 +49,19 @@ class Output(NamedTuple):
 
 
 class Process:
-    """A running process. `marker` is an environment entry that all its descendants inherit.
-    `shim` is its parent, and holds it under `key`."""
+    """A running process. `marker` is an environment entry that all its descendants inherit, unless
+    they are started without. `shim` is its parent, and holds it under `key`. `cgroup`: its own;
+    None: it has none."""
 
     def __init__(
-        self, pid: int, log_path: Path, log_start: int, marker: bytes, shim: Shim, key: str
+        self,
+        pid: int,
+        log_path: Path,
+        log_start: int,
+        marker: bytes,
+        shim: Shim,
+        key: str,
+        cgroup: Path | None = None,
     ) -> None:
         self.pid = pid
         self.log_path = log_path
@@ -60,6 +69,7 @@ class Process:
         """Where the process may write files for the agent."""
         self.uid = os.geteuid()
         self._shim, self._key = shim, key
+        self._cgroup = cgroup
         self._is_reaped = False
         self.log_start = log_start
         """Where its own output begins in the log file, which it may share."""
@@ -92,6 +102,7 @@ class Process:
         held: Sequence[int] = (),
         folder: str = "",
         user: str = "",
+        cgroup: Path | None = None,
     ) -> Process:
         """Have the shim start `argv`, with stdout and stderr appended to `output`. `note` makes
         what the shim holds, of the place where the output begins; the rest as for Shim.start.
@@ -113,8 +124,10 @@ class Process:
                 held=held,
                 folder=folder,
                 user=user,
+                cgroup=str(cgroup or ""),
             )
-        return cls(pid, output.path, log_start, f"{marker[0]}={marker[1]}".encode(), parent, key)
+        entry = f"{marker[0]}={marker[1]}".encode()
+        return cls(pid, output.path, log_start, entry, parent, key, cgroup)
 
     @classmethod
     def fork(
@@ -129,13 +142,17 @@ class Process:
         output: Output,
         files: Sequence[int],
         held: Sequence[int],
+        cgroup: Path | None = None,
     ) -> Process:
         """Fork a training rank, with pipe and page, for the shim to adopt. Raises OSError."""
         with _opened(parent, key, output) as log:
             log_start = log.tell()
-            pid = zygote.fork({**env, marker[0]: marker[1]}, log.fileno(), *files)
+            pid = zygote.fork(
+                {**env, marker[0]: marker[1]}, str(cgroup or ""), log.fileno(), *files
+            )
         parent.hold(key, note(log_start), held, pid)
-        return cls(pid, output.path, log_start, f"{marker[0]}={marker[1]}".encode(), parent, key)
+        entry = f"{marker[0]}={marker[1]}".encode()
+        return cls(pid, output.path, log_start, entry, parent, key, cgroup)
 
     async def wait(self) -> Exit:
         """Wait until the process has ended; it stays a zombie until `end_group`."""
@@ -199,6 +216,8 @@ class Process:
         it again. With `reap` False, `reap` is to be called after True."""
         last_s = self._loop.time() + s_max
         self.signal_group(signal.SIGKILL)
+        if self._cgroup is not None and not self._is_reaped:
+            rank_cgroups.kill(self._cgroup)
         # Descendants in other sessions are found only as orphans, after the process has ended.
         await asyncio.wait([self._ended], timeout=s_max)
         if not self.has_ended or not await self._until_alone(last_s - self._loop.time(), kill=True):
@@ -211,6 +230,8 @@ class Process:
         """Reap the ended process."""
         self._reap()
         self.close()
+        if self._cgroup is not None:
+            rank_cgroups.remove(self._cgroup)
 
     def output(self, bytes_max: int) -> bytes:
         """The end of this attempt's output, also of what was before it began anew. Raises
@@ -256,9 +277,13 @@ class Process:
         now_s = self._loop.time()
         deadline, unknown_deadline, pause_s = now_s + s_max, now_s + EXECVE_S_MAX, _POLL_S_MIN
         while True:
-            left, has_unknown = self._descendants()
+            if kill and self._cgroup is not None:
+                rank_cgroups.kill(self._cgroup)
+            left, unknown = self._descendants()
             now_s = self._loop.time()
-            if not left and not (has_unknown and now_s < unknown_deadline):
+            if now_s >= unknown_deadline:
+                left += unknown if self._shim.contains else []
+            if not left and not (unknown and now_s < unknown_deadline):
                 return True
             if now_s > deadline:
                 return False
@@ -267,26 +292,51 @@ class Process:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLL_S_MAX)
 
-    def _descendants(self) -> tuple[list[linux.Proc], bool]:
-        """(Live processes of the session and group, and the orphans that the parent has adopted;
-        whether another child of it may be one: inside execve it has no environment)."""
-        procs, parent = linux.table(), self._shim.pid
-        roots: set[int] = set()
-        has_unknown = False
-        for proc in procs:
+    def _descendants(self) -> tuple[list[linux.Proc], list[linux.Proc]]:
+        """(Live processes of the cgroup, session and group, and the orphans that the shim has
+        adopted; other children of the shim that may be such: inside execve they have no
+        environment)."""
+        procs = {proc.pid: proc for proc in linux.table()}
+        inside = rank_cgroups.pids(self._cgroup) if self._cgroup is not None else set[int]()
+        roots, unknown = set[int](), list[linux.Proc]()
+        for proc in procs.values():
             if proc.pid == self.pid:
                 continue
-            is_ours = self.pid in (proc.sid, proc.pgid)
-            if not is_ours and proc.ppid == parent and proc.state not in "ZX":
+            is_ours = self.pid in (proc.sid, proc.pgid) or proc.pid in inside
+            if not is_ours and proc.ppid == self._shim.pid and proc.state not in "ZX":
                 entries = linux.environ_after_execve(proc.pid)
-                is_ours = entries is not None and self._marker in entries
-                has_unknown |= entries is None
+                is_ours = entries is not None and self._is_orphan(proc.pid, entries, procs)
+                if entries is None and proc.pid not in self._shim.pids.values():
+                    unknown.append(proc)
             if is_ours:
                 roots.add(proc.pid)
-                if proc.state == "Z" and proc.ppid == parent:
+                if proc.state == "Z" and proc.ppid == self._shim.pid:
                     self._shim.reap(proc.pid)
-        left = [proc for proc in linux.descendants(roots, procs) if proc.state not in "ZX"]
-        return left, has_unknown
+        of_ours = linux.descendants(roots, list(procs.values()))
+        return [proc for proc in of_ours if proc.state not in "ZX"], unknown
+
+    def _is_orphan(
+        self, pid: int, entries: Sequence[bytes], procs: Mapping[int, linux.Proc]
+    ) -> bool:
+        """Whether a child of the shim descends from this ended process: by its environment, or, if
+        that does not name anyone, because no live process can have lost it to the shim. A live rank
+        adopts its orphans itself, or has a cgroup."""
+        if self._marker in entries:
+            return True
+        if (
+            not self._shim.contains
+            or pid in self._shim.pids.values()
+            or rank_cgroups.path_of(pid) != rank_cgroups.path_of(self._shim.pid)
+            or not linux.may_signal(pid)
+        ):
+            return False
+        node = self._marker.rpartition(b":")[0] + b":"
+        named = next((entry[len(node) :] for entry in entries if entry.startswith(node)), b"")
+        key = named.decode("utf-8", "replace")
+        if key and not key[0].isdecimal() and key != ZYGOTE:
+            return False  # of a check or of the checkpoint store
+        other = procs.get(self._shim.pids.get(key, 0))
+        return other is None or other.state != "Z"  # else it has ended too, and looks for its own
 
 
 @contextmanager

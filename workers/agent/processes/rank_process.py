@@ -16,6 +16,7 @@ from ...ipc.pipe_protocol import Frame
 from .oom_kills import MemoryCgroup
 from .pipe import Pipe
 from .process import Exit, Process
+from .rank_guard import Key
 from .report_limits import ReportLimits
 
 WORD = "[redacted]"
@@ -76,6 +77,8 @@ class RankNote(Struct, kw_only=True):
     is_exit_reported: bool = False
     error: RankErrored | None = None
     """The rank's own report of its error."""
+    fault: str = ""
+    """Why the agent has killed the process without an order: it violated the protocol."""
 
 
 class RankAttempt:
@@ -102,8 +105,10 @@ class RankAttempt:
         self.continue_timer: asyncio.TimerHandle | None = None
         """Set while an injected fault of limited duration keeps the process stopped."""
         self.memory: MemoryCgroup | None = None
-        self.fault = ""
-        """Why the agent killed the process without an order."""
+
+    @property
+    def key(self) -> Key:
+        return self.order.task, self.order.rank, self.order.attempt
 
     async def until_end(self) -> Exit:
         """Wait until the process has ended. Kill it at the end of the grace period."""

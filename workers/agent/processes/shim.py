@@ -62,11 +62,15 @@ class Shim:
         self._end_of_shim.register(connection, select.POLLIN)
         self._changed = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.pid = 0
+        self.pids: dict[str, int] = {}
+        """The processes that it holds, by key."""
         reply = self._call(shim.Attach(), self._changed)
-        self.pid = reply.pid
+        self.pid, self.contains = reply.pid, reply.contains
         for _ in range(reply.num):
             held, files = shim.receive(self._connection, _helds)
             self.held[held.key] = Held(held.note, held.pid, files)
+            if held.pid:
+                self.pids[held.key] = held.pid
 
     @classmethod
     def open(
@@ -127,22 +131,27 @@ class Shim:
         held: Sequence[int] = (),
         folder: str = "",
         user: str = "",
+        cgroup: str | None = None,
     ) -> int:
         """Start a process and return its pid. `files`: the name of an option or of an environment
-        variable, and the file that it gets; `held`: the agent's ends. Raises OSError."""
+        variable, and the file that it gets; `held`: the agent's ends; `cgroup`: of a rank. Raises
+        OSError."""
         reply = self._call(
-            shim.Start(key, note, tuple(argv), dict(env), folder, tuple(files), user),
+            shim.Start(key, note, tuple(argv), dict(env), folder, tuple(files), user, cgroup),
             log,
             *files.values(),
             *held,
         )
         if reply.error:
             raise OSError(reply.error)
+        self.pids[key] = reply.pid
         return reply.pid
 
     def hold(self, key: str, note: bytes, files: Sequence[int] = (), pid: int = 0) -> None:
         """Hold files, and a child of the shim that it has not started itself."""
         self._call(shim.Held(key, note, pid), *files)
+        if pid:
+            self.pids[key] = pid
 
     def bound(self, key: str, path: Path, bytes_max: int) -> None:
         """From now on, also without an agent, the output of a process may take so much of its disk:
@@ -158,6 +167,7 @@ class Shim:
         self._call(shim.Reap(pids, key))
         if key:
             self._call(shim.Reap((), OUTPUT + key))
+        self.pids.pop(key, None)
 
     def discard(self, key: str, pid: int) -> None:
         """Kill a process and release its key; a sweep reaps it."""
@@ -172,6 +182,7 @@ class Shim:
         with suppress(OSError):
             self._connection.recv(1)  # until it is gone: the next one has the same address
         self._path.unlink(missing_ok=True)
+        self.pids.clear()
 
     def kill_unknown(self, marker: bytes) -> None:
         """Kill processes of former agents that the shim does not hold. `marker` is the beginning of

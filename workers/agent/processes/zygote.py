@@ -22,6 +22,8 @@ ARGV = (sys.executable, "-P", "-m", "unicron.workers.training.zygote")
 LOAD_S_MAX = 60.0
 FORK_S_MAX = 2.0
 """A fork takes milliseconds. The agent blocks until it is done, so that no pid is reused."""
+CGROUP_BYTES_MAX = 4096
+"""The longest path of Linux."""
 TRIES_NUM_MAX = 3
 """Starts of the zygote; afterwards ranks are always started by exec."""
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "MKL", "OPENBLAS")}
@@ -62,7 +64,7 @@ class Zygote:
             self._socket is not None
             and self._loading is not None
             and self._loading.done()
-            and len(_request(env)) <= REQUEST_BYTES_MAX
+            and len(_request(env, "")) <= REQUEST_BYTES_MAX - CGROUP_BYTES_MAX
         )
 
     async def is_ready(self) -> bool:
@@ -83,14 +85,15 @@ class Zygote:
         assert self._loading is not None
         return await asyncio.shield(self._loading)
 
-    def fork(self, env: Mapping[str, str], *files: int) -> int:
-        """Fork a rank and return its pid. On failure, close the zygote and raise OSError. `files`:
-        the rank's log, its end of the pipe, and its progress page if it has one. The rank becomes a
-        child of the shim. If it exists despite an OSError, its closed pipe ends it."""
+    def fork(self, env: Mapping[str, str], cgroup: str, *files: int) -> int:
+        """Fork a rank in this cgroup and return its pid. On failure, close the zygote and raise
+        OSError. `files`: the rank's log, its end of the pipe, and its progress page if it has one.
+        The rank becomes a child of the shim. If it exists despite an OSError, its closed pipe ends
+        it."""
         assert self._socket is not None, "the zygote does not run"
         try:
             self._socket.settimeout(FORK_S_MAX)
-            socket.send_fds(self._socket, [_request(env)], files)
+            socket.send_fds(self._socket, [_request(env, cgroup)], files)
             answer = from_msgpack(self._socket.recv(REQUEST_BYTES_MAX), ForkReply)
         except (OSError, msgspec.MsgspecError) as error:
             self.close()
@@ -138,5 +141,5 @@ class Zygote:
         return False
 
 
-def _request(env: Mapping[str, str]) -> bytes:
-    return msgspec.msgpack.encode(ForkRequest(env=dict(env)))
+def _request(env: Mapping[str, str], cgroup: str) -> bytes:
+    return msgspec.msgpack.encode(ForkRequest(env=dict(env), cgroup=cgroup))

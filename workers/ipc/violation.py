@@ -1,0 +1,5 @@
+"""What a rank must not say."""
+
+
+class Violation(ValueError):
+    """A rank has said what no rank of ours says. The text tells what."""
