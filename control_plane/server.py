@@ -6,13 +6,11 @@ import platform
 import secrets
 import signal
 import ssl
-import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TextIO, cast
 from urllib.parse import unquote, urlsplit
 
 import msgspec
@@ -28,20 +26,25 @@ from ..events.log.identity import SECRET_BYTES, Identities, new_secret
 from ..events.log.redis_streams import RedisLog
 from ..events.log.segments import Folder
 from ..events.private_files import read_private, write_private
-from ..events.process_io import LogStream
+from ..events.records.envelope import Record
 from ..events.shortage import outlast
 from ..events.spec.policy import Policy
+from .api.address import Address
 from .api.connections import ConnectionLimits, Listener, limits_of_descriptors, seldom_logged
-from .api.http import Address, HttpApi
+from .api.http import HttpApi
 from .api.metrics import Metrics
 from .api.notifications import Notifier
+from .api.read_messages import Begin
+from .api.reads import ReadProcess
 from .api.routes import ROUTES
 from .api.tokens import Tokens, share
 from .service import server_relay
 from .service.coordinator import Coordinator
 from .service.dead_letters import DeadLetters
+from .service.process_log import configure_logging
 from .service.room import Room
 from .service.server_certificate import ServerCertificate
+from .state.cluster import ClusterState
 
 CONNECT_S_MAX = 5.0
 SHUTDOWN_S_MAX = 2.0
@@ -91,7 +94,7 @@ def run(options: Options) -> int:
     order: leadership after its turn, HTTP with its open streams, the file, the server's
     connections. A cancel does the same.
     """
-    _configure_logging()
+    configure_logging()
     return asyncio.run(_serve(options))
 
 
@@ -130,6 +133,11 @@ async def _serve(options: Options) -> int:
         tokens = Tokens(options.state / "tokens.json", owner=token)
         metrics = Metrics()
         letters = DeadLetters(options.state / "dead-letters.jsonl", metrics.reports_rejected.inc)
+
+        def observe(state: ClusterState, records: Sequence[Record], plan_s: float) -> None:
+            metrics.observe(state, records, plan_s)
+            reads.folded(state)
+
         coordinator = Coordinator(
             log,
             clock=steady_clock(),
@@ -138,12 +146,17 @@ async def _serve(options: Options) -> int:
             policy=options.policy,
             access=partial(share, tokens, log),
             folder=folder,
-            observe=metrics.observe,
+            observe=observe,
             dead_letters=letters,
             room=Room(_folder_of_server(options.redis_url)),
         )
         advertised = options.advertise or options.listen
         address = _address(options, advertised, identities, is_relayed=is_relayed)
+        ca = partial(_authority, options.certificate)
+        file = options.state / f"{options.name.replace('-', '_', 1)}.json"
+        reads = ReadProcess(
+            _begin(options, folder, address), coordinator, ca, file.with_suffix(".reads").absolute()
+        )
         http = HttpApi(
             ROUTES,
             coordinator,
@@ -152,48 +165,70 @@ async def _serve(options: Options) -> int:
             address=address,
             identities=identities,
             metrics=metrics,
-            certificate=options.certificate,
+            ca=ca,
+            reads=reads,
             folder=folder,
         )
         listener = Listener(http.app(), stop_s_max=SHUTDOWN_S_MAX, limits=limits)
         url = await _listen(listener, options, advertised)
-        file = options.state / f"{options.name.replace('-', '_', 1)}.json"
         socket = await _listen_locally(listener, file.with_suffix(".sock").absolute())
         relay = server_relay.ServerRelay(options.redis_url, limits.relayed_num_max, log.find_server)
         beside = _begin_beside(options, coordinator, metrics)
         try:
+            with suppress(Unavailable):  # the first read starts it then
+                await reads.start()
             if is_relayed:
                 await _relay(relay, options)
-            write_private(
-                file,
-                msgspec.json.encode(
-                    {
-                        "url": url,
-                        "socket": socket,
-                        "token": token,
-                        "pid": (pid := os.getpid()),
-                        "start_time": start_time(pid),
-                        "cluster": options.cluster,
-                        "host": platform.node(),
-                        "ca": options.certificate.ca if options.certificate else "",
-                    }
-                ),
-            )
+            _tell_where(file, options.cluster, url=url, socket=socket, token=token, ca=ca())
             logger.info(
                 "listening",
                 url=url,
                 cluster=options.cluster,
-                **{"ca": options.certificate.ca} if options.certificate else {},
+                **{"ca": ca()} if options.certificate else {},
             )
             return await _lead(coordinator, stop, url)
         finally:
             for task in beside:
                 task.cancel()
             await relay.close()
+            await reads.stop()
             await listener.stop()
             _remove(file, socket)
     finally:
         await log.close()
+
+
+def _authority(certificate: ServerCertificate | None) -> str:
+    return certificate.ca if certificate is not None else ""
+
+
+def _begin(options: Options, folder: Folder, address: Address) -> Begin:
+    return Begin(
+        redis_url=options.redis_url,
+        ca=options.ca,
+        cluster=options.cluster,
+        folder=folder.where,
+        policy=options.policy,
+        address=address,
+        token=secrets.token_hex(),
+    )
+
+
+def _tell_where(file: Path, cluster: str, **where: str) -> None:
+    """Write for clients of this folder where the control plane is, and its token."""
+    pid = os.getpid()
+    write_private(
+        file,
+        msgspec.json.encode(
+            where
+            | {
+                "pid": pid,
+                "start_time": start_time(pid),
+                "cluster": cluster,
+                "host": platform.node(),
+            }
+        ),
+    )
 
 
 def _address(
@@ -373,21 +408,3 @@ def _remove(path: Path, socket: str) -> None:
             os.unlink(socket)
     except (OSError, msgspec.MsgspecError, KeyError, TypeError):
         return
-
-
-def _configure_logging() -> None:
-    """Log by structlog on stderr: text on a terminal, else JSON lines."""
-    stderr = sys.stderr
-    last = (
-        structlog.dev.ConsoleRenderer(colors="NO_COLOR" not in os.environ)
-        if stderr.isatty()
-        else structlog.processors.JSONRenderer()
-    )
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            last,
-        ],
-        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, LogStream(stderr))),
-    )

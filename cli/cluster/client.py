@@ -38,6 +38,8 @@ REPLY_S_MAX = 10.0
 PROBE_S_MAX = 1.0
 FIND_S_MAX, FIND_EVERY_S = 15.0, 0.1
 """How long a request is tried again while another control plane takes over."""
+BUSY_S_MAX = 60.0
+"""How long a read is tried again while others of its token are in progress."""
 Urls = Sequence[str] | None
 DRY_RUN_S_MAX = 120.0
 """A dry run of the largest job on 100,000 slots takes ten seconds; with limits, it takes longer."""
@@ -61,6 +63,12 @@ class Unable(UnicronError):
     """The control plane cannot answer for now (5xx). `passes`: until another one leads."""
 
     passes = False
+
+
+class Busy(Unable):
+    """The token has as many reads in progress as it may (429); after `again_s` it may ask again."""
+
+    again_s = 1.0
 
 
 class Client:
@@ -221,6 +229,7 @@ class Client:
     ) -> http.client.HTTPResponse:
         """Send it to the control plane that leads."""
         deadline_s, late = time.monotonic() + FIND_S_MAX, UnicronError()
+        busy_s = time.monotonic() + BUSY_S_MAX
         while True:
             at = self.leader or self._find()
             try:
@@ -230,6 +239,11 @@ class Client:
             except Leased as error:
                 self.leader = self._pointed_to(error.url)
                 late = Unable(str(error), self._hint)
+            except Busy as error:
+                if time.monotonic() > busy_s:
+                    raise
+                time.sleep(error.again_s)
+                continue
             except Unable as error:
                 if not error.passes:
                     raise
@@ -305,7 +319,7 @@ class Client:
             link.close()
             raise Leased(str(answer.headers["Unicron-Follows"]))
         if answer.status >= 400:
-            raise _refused(_problem(answer), self._hint, passes="Retry-After" in answer.headers)
+            raise _refused(_problem(answer), self._hint, again_s=_retry_after_s(answer))
         return answer
 
     def _link(self, limit_s: float) -> http.client.HTTPConnection:
@@ -447,12 +461,26 @@ def _problem(answer: http.client.HTTPResponse) -> dict[str, Any]:
     }
 
 
-def _refused(problem: dict[str, Any], hint: str, *, passes: bool = False) -> Refused | Unable:
+def _retry_after_s(answer: http.client.HTTPResponse) -> float | None:
+    """The Retry-After of an answer: seconds, 0 for another form; None: it has none."""
+    text = answer.headers["Retry-After"]
+    digits = text is not None and text.isascii() and text.isdigit() and len(text) <= 2
+    return None if text is None else float(text) if digits else 0.0
+
+
+def _refused(
+    problem: dict[str, Any], hint: str, *, again_s: float | None = None
+) -> Refused | Unable:
+    """The error of an answer. `again_s`: of its Retry-After."""
     status, message, advice = int(problem["status"]), str(problem["detail"]), str(problem["hint"])
     if status == 401 and "expired" not in message:
         advice = "set UNICRON_TOKEN, or name the cluster's folder with --state"
     if status >= 500:
         unable = Unable(message, advice or hint)
-        unable.passes = passes
+        unable.passes = again_s is not None
         return unable
+    if status == 429:
+        busy = Busy(message, advice or hint)
+        busy.again_s = again_s or busy.again_s
+        return busy
     return Refused(status, " ".join(message.split()), advice or hint)

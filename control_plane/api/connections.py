@@ -140,6 +140,15 @@ class Listener:
         )
         os.chmod(name, 0o600)
 
+    async def start_at(self, listening: socket.socket) -> None:
+        """Serve on a unix socket that listens already, alone."""
+        await self._runner.setup()
+        self._servers.append(
+            await asyncio.get_running_loop().create_unix_server(
+                self._connection, sock=listening, backlog=BACKLOG_NUM
+            )
+        )
+
     def _connection(self) -> Connection:
         server = self._runner.server
         assert server is not None

@@ -43,14 +43,15 @@ from ..planner.pending import is_any_waiting
 from ..service import snapshots, usage_files
 from ..service.coordinator import Check, Coordinator
 from ..service.dead_letters import Letter
-from ..service.server_certificate import ServerCertificate
 from ..state.cluster import ClusterState, decode_state, encode_state, state_text
 from ..state.node import Node
 from ..state.task import Task
 from . import dry_run, incident_facts, messages, moments, openapi, pages, requests, usage_answer
+from .address import Address
 from .connections import Connection, error_answer, problem
 from .messages import ListQuery, Nothing, Page, Written
-from .metrics import Metrics
+from .metrics import Metrics, gauges_of
+from .reads import ReadProcess, Reads, ReadsAway
 from .requests import Reason, Refusal
 from .sessions import Sessions
 from .sites import names, site_of
@@ -71,6 +72,8 @@ CHECK_S_MAX = 40.0
 """Time limit for the check of devices by a node's agent, which has a limit for each of its own."""
 LETTERS_NUM_MAX = 100
 """Dead letters whose numbers a record has."""
+RETRY_S = 1
+"""After so long a refused client should ask again (Retry-After)."""
 FOLD_S_MAX = 30.0
 """Time limit for folding the log to a past record."""
 EXTEND_S_MAX = 1.5
@@ -110,23 +113,6 @@ class Call(Struct, Generic[Q, B], frozen=True):
         return self.request[CALLER]
 
 
-class Address(Struct, frozen=True, kw_only=True):
-    """The log that an agent is told when it joins.
-
-    `shared_password`: agents use the credentials of `redis_url`, instead of their own. `names`: of
-    this control plane; a Host header may also be localhost, this host's name, or any address.
-    """
-
-    redis_url: str
-    cluster: str
-    cluster_id: str = ""
-    """Distinguishes clusters of the same name."""
-    shared_password: bool = False
-    insecure: bool = False
-    """Something crosses the network unencrypted."""
-    names: tuple[str, ...] = ()
-
-
 class HttpApi:
     """The HTTP calls of one control plane. Answers show only records that the log acknowledged."""
 
@@ -140,18 +126,20 @@ class HttpApi:
         address: Address,
         identities: Identities,
         metrics: Metrics,
-        certificate: ServerCertificate | None = None,
+        ca: Callable[[], str] = str,
+        reads: ReadProcess | None = None,
         folder: Folder | None = None,
         timeline: Timeline | None = None,
         file: str = "",
     ) -> None:
-        """`folder`: where the log's snapshots are. `file`: the log is that file, of the past."""
+        """`folder`: where the log's snapshots are. `ca`: the digest of the authority of the
+        certificate in use. `reads`: answers reads; None: this process does. `file`: the log is that
+        file, of the past."""
         self._routes = routes
-        self._open = {route.path for route in routes if route.role is None}
         self._coordinator, self._log, self._folder = coordinator, log, folder
         self._metrics = metrics
         self._tokens, self._address = tokens, address
-        self._identities, self._certificate = identities, certificate
+        self._identities, self._ca, self._reads = identities, ca, Reads(reads)
         self.sessions, self._timeline, self._file = Sessions(once=not file), timeline, file
         self._names = {"localhost", socket.gethostname().lower(), *map(str.lower, address.names)}
         self._what_ifs = WhatIfs()
@@ -192,10 +180,24 @@ class HttpApi:
             raise Refusal(307, f"this control plane follows, {url} leads", f"--url {url}")
         query = requests.convert(dict(request.query), route.query, strict=False)
         body = requests.convert(await _body(request), route.body) if route.body else None
-        answer = await route.handler(
-            self, Call(request, query, body, next(iter(request.match_info.values()), ""))
-        )
-        return answer if isinstance(answer, web.StreamResponse) else _json(answer)
+        call = Call(request, query, body, next(iter(request.match_info.values()), ""))
+        if not route.is_read:
+            return _response(await route.handler(self, call))
+        is_stream = isinstance(query, messages.LogQuery) and _is_stream(request, query)
+        async with self._reads.place(call.caller.name, is_stream=is_stream):
+            if self._reads.process is None:
+                return _response(await route.handler(self, call))
+            return await self._reads.process.answer(
+                request, partial(self._last_line, request) if is_stream else None
+            )
+
+    def _last_line(self, request: web.Request) -> bytes:
+        """The last line of a stream whose client may read no more; nothing if it may."""
+        try:
+            self._caller(request.headers["Authorization"])
+        except Refusal as error:
+            return _problem_line(error, events=_accepts_events(request))
+        return b""
 
     # --- calls ---
     async def health(self, call: Call[Nothing, None]) -> messages.Health:
@@ -244,19 +246,24 @@ class HttpApi:
         shown["cluster"] |= {
             "id": self._address.cluster_id,
             "name": self._address.cluster,
-            "dead_letters": 0 if at else self._coordinator.dead_letters.num,
+            "dead_letters": 0 if at else self._coordinator.num_dead_letters,
             "follows": "" if at else self._coordinator.leader_url,
             "followers": [] if at else self._coordinator.followers,
             "old_agents": [] if at else sorted(self._coordinator.old_agents),
             "insecure": self._address.insecure,
-            "ca": self._certificate.ca if self._certificate else "",
+            "ca": self._ca(),
         }
         return shown
 
     async def metrics(self, call: Call[Nothing, None]) -> web.Response:
-        body, content_type = await self._metrics.scrape(
-            self._coordinator, self._log, call.request.headers.get("Accept", "")
-        )
+        process = self._reads.process
+        async with self._reads.place(call.caller.name):
+            body, content_type = await self._metrics.scrape(
+                self._coordinator,
+                self._log,
+                partial(gauges_of, self._coordinator) if process is None else process.gauges,
+                call.request.headers.get("Accept", ""),
+            )
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     @staticmethod
@@ -309,7 +316,7 @@ class HttpApi:
     async def records(self, call: Call[messages.LogQuery, None]) -> web.StreamResponse:
         """Records as JSON lines; as server-sent events to a client that accepts them."""
         request, after = call.request, call.query.after
-        events = "text/event-stream" in request.headers.get("Accept", "")
+        events = _accepts_events(request)
         if (last := request.headers.get("Last-Event-ID")) is not None:
             after = number(last)
         newest = (await self._coordinator.settled()).seq
@@ -323,11 +330,11 @@ class HttpApi:
             }
         )
         try:
-            if events or call.query.follow:
+            if _is_stream(request, call.query):
                 if after + 1 < self._log.first_seq:
                     raise Pruned(self._log.first_seq)
                 await response.prepare(request)
-                async for page in self._coordinator.follow(after):
+                async for page in self._coordinator.tail.follow(after):
                     self._caller(request.headers["Authorization"])  # it may have ended
                     if page or events:
                         await response.write(write(page))
@@ -348,8 +355,7 @@ class HttpApi:
         except (LogError, Refusal) as error:
             if not response.prepared:
                 raise
-            line = problem(*_status_of(error))
-            await response.write(b"event: problem\ndata: %b\n" % line if events else line)
+            await response.write(_problem_line(error, events=events))
         await response.write_eof()
         return response
 
@@ -929,6 +935,8 @@ class HttpApi:
             return await handler(request)
         except (UsageError, LogError) as error:
             answer = error_answer(*_status_of(error))
+            if answer.status == 429 or isinstance(error, ReadsAway):
+                answer.headers["Retry-After"] = str(RETRY_S)
         except web.HTTPException as error:
             answer = error_answer(
                 error.status,
@@ -962,10 +970,16 @@ class HttpApi:
             request[CALLER] = self._caller(given)
             if isinstance(request.protocol, Connection):
                 request.protocol.authorised()
-        elif request.path not in self._open and not pages.PATH.match(request.path):
+        elif not self._is_open(request.path):
             raise _unknown_token()
         if (request.content_length or 0) > BODY_BYTES_MAX:
             raise _too_large()
+
+    def _is_open(self, path: str) -> bool:
+        """Whether it needs no token."""
+        return pages.PATH.match(path) is not None or any(
+            route.path == path for route in self._routes if route.role is None
+        )
 
     def _caller(self, authorization: str) -> Token:
         """Whose token it is. Raises Refusal."""
@@ -999,7 +1013,7 @@ class HttpApi:
         if response.status == 307:
             response.headers["Location"] = f"{url}{request.path_qs}"
         elif response.status == 503 and not self._coordinator.leading:
-            response.headers["Retry-After"] = "1"
+            response.headers["Retry-After"] = str(RETRY_S)
 
 
 def _signed(caller: Token, bodies: Sequence[Body]) -> list[Body]:
@@ -1052,6 +1066,24 @@ def _status_of(error: UnicronError) -> tuple[int, str, str]:
         str(error),
         error.hint or ("training goes on; try again in a moment" if status == 503 else ""),
     )
+
+
+def _response(answer: Any) -> web.StreamResponse:
+    return answer if isinstance(answer, web.StreamResponse) else _json(answer)
+
+
+def _accepts_events(request: web.Request) -> bool:
+    return "text/event-stream" in request.headers.get("Accept", "")
+
+
+def _is_stream(request: web.Request, query: messages.LogQuery) -> bool:
+    """Whether the answer goes on with new records."""
+    return query.follow or _accepts_events(request)
+
+
+def _problem_line(error: UnicronError, *, events: bool) -> bytes:
+    line = problem(*_status_of(error))
+    return b"event: problem\ndata: %b\n" % line if events else line
 
 
 def _lines(records: Iterable[Record]) -> bytes:

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections import Counter as Sums
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import fsum
 from typing import Any, get_args
 
 import prometheus_client as prometheus
 import structlog
+from msgspec import Struct
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
@@ -73,6 +75,17 @@ GAUGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
 """Name without `unicron_`, help, label, and all values of the label."""
 BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 1800)
 PLAN_BUCKETS_S = (0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 30)
+
+
+class Gauges(Struct, frozen=True, kw_only=True):
+    """The gauges that follow from the state."""
+
+    now_s: float
+    """When, by the log's clock."""
+    seq: int
+    """The state's last record."""
+    values: dict[str, dict[str, float]]
+    """By name, then by the value of the label."""
 
 
 class Metrics(Collector):
@@ -150,29 +163,36 @@ class Metrics(Collector):
 
     # --- a scrape ---
     async def scrape(
-        self, coordinator: Coordinator, log: ReaderPort, accept: str
+        self,
+        coordinator: Coordinator,
+        log: ReaderPort,
+        gauges: Callable[[], Awaitable[Gauges]],
+        accept: str,
     ) -> tuple[bytes, str]:
         """The metrics and their content type, for an Accept header."""
         reachable = not coordinator.away
         try:
             async with asyncio.timeout(ANSWER_S_MAX):
                 last_seq = await log.last_seq()
-                now_s, shown = await look(coordinator)
-            self._integrate(now_s)
-            self._values |= _of_view(shown) | {
-                "log_records": {"": last_seq},
-                "log_lag_records": {"": max(last_seq - shown["cluster"]["seq"], 0)},
-                "log_unsealed_records": {"": max(last_seq - log.sealed_seq, 0)},
-            }
         except (LogError, TimeoutError):
             reachable = False
+        else:
+            with suppress(LogError, TimeoutError):  # the last values stay
+                async with asyncio.timeout(ANSWER_S_MAX):
+                    now = await gauges()
+                self._integrate(now.now_s)
+                self._values |= now.values | {
+                    "log_records": {"": last_seq},
+                    "log_lag_records": {"": max(last_seq - now.seq, 0)},
+                    "log_unsealed_records": {"": max(last_seq - log.sealed_seq, 0)},
+                }
         self._values |= {
             "build_info": {__version__: 1},
             "log_reachable": {"": reachable},
             "leader": {"": coordinator.leading},
             "leader_epoch": {"": coordinator.epoch},
             "spooled_reports": {"": coordinator.num_spooled},
-            "dead_letters": {"": coordinator.dead_letters.num},
+            "dead_letters": {"": coordinator.num_dead_letters},
         }
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
@@ -277,6 +297,19 @@ async def look(coordinator: Coordinator) -> tuple[float, dict[str, Any]]:
     it takes half a second. Raises LogError."""
     data, now_s = encode_state(await coordinator.settled()), coordinator.now_s
     return now_s, await aside(lambda: view(decode_state(data), now_s=now_s))
+
+
+async def gauges_of(coordinator: Coordinator) -> Gauges:
+    """The gauges now, computed in a thread. Raises LogError."""
+    now_s, shown = await look(coordinator)
+    return Gauges(
+        now_s=now_s,
+        seq=shown["cluster"]["seq"],
+        values={
+            name: {label: float(value) for label, value in gauge.items()}
+            for name, gauge in _of_view(shown).items()
+        },
+    )
 
 
 def _of_view(shown: dict[str, Any]) -> dict[str, Mapping[str, float]]:

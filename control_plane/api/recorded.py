@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, cast
 
@@ -13,10 +13,11 @@ from ...events.log.port import ReaderPort
 from ...events.records.envelope import Record
 from ..history.timeline import Timeline
 from ..service.coordinator import Coordinator
-from ..service.dead_letters import DeadLetters
+from ..service.tail import Tail
 from ..state.cluster import ClusterState
+from .address import Address
 from .connections import Listener
-from .http import Address, HttpApi
+from .http import HttpApi
 from .metrics import Metrics
 from .requests import Refusal
 from .routes import ROUTES
@@ -24,7 +25,6 @@ from .tokens import Tokens
 
 IDLE_S = 10.0
 STOP_S_MAX = 0.5
-PAGE_RECORDS = 1_000
 
 
 class Recorded:
@@ -37,8 +37,8 @@ class Recorded:
         self._records, self._state, self.first_seq = records, state, first_seq
         self.epoch, self.seq, self.now_s = state.epoch, state.seq, state.at_s
         self.followers = list[str]()
-        self.old_agents = set[str]()
-        self.dead_letters = DeadLetters()
+        self.old_agents, self.num_dead_letters = set[str](), 0
+        self.tail = Tail(cast(ReaderPort, self), kept_num_max=0, idle_s=IDLE_S)
 
     async def settled(self) -> ClusterState:
         return self._state
@@ -50,15 +50,6 @@ class Recorded:
             "this is a log of the past: nothing can be changed",
             "unicron open, for a cluster that runs",
         )
-
-    async def follow(self, after: int) -> AsyncIterator[Sequence[Record]]:
-        """The records after `after` in pages; then an empty page now and then."""
-        while page := await self.read(after=after, num_max=PAGE_RECORDS):
-            after = page[-1].seq
-            yield page
-        while True:
-            await asyncio.sleep(IDLE_S)
-            yield ()
 
     async def open_segments(self) -> None:
         """It has none."""

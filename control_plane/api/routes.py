@@ -41,10 +41,17 @@ class Route(Struct, frozen=True):
     answered_as: tuple[str, ...] = ("application/json",)
     leader: bool | None = None
     """Whether only the leader answers; None: it does if the call is a POST."""
+    here: bool = False
+    """Answered by the control plane's own process, although it writes nothing."""
 
     @property
     def needs_leader(self) -> bool:
         return self.method == "POST" if self.leader is None else self.leader
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it is answered from the log alone: beside the leader, and so many at a time."""
+        return self.role is not None and not (self.needs_leader or self.here)
 
 
 def _writes(
@@ -122,7 +129,9 @@ ROUTES: tuple[Route, ...] = (
         "200 if it leads and acknowledges, else 503",
         query=m.ReadyQuery,
     ),
-    Route("GET", "/v1/openapi.json", "view", HttpApi.openapi, None, Any, "This document"),
+    Route(
+        "GET", "/v1/openapi.json", "view", HttpApi.openapi, None, Any, "This document", here=True
+    ),
     Route(
         "GET",
         "/v1/state",
@@ -152,6 +161,7 @@ ROUTES: tuple[Route, ...] = (
         str,
         "Metrics for Prometheus",
         answered_as=("text/plain", "application/openmetrics-text"),
+        here=True,
     ),
     Route(
         "GET",
@@ -361,6 +371,7 @@ ROUTES: tuple[Route, ...] = (
         Nothing,
         "The session ends",
         leader=False,
+        here=True,
     ),
     Route(
         "GET",

@@ -3,8 +3,7 @@
 import asyncio
 import math
 import random
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
@@ -32,6 +31,7 @@ from .limits import Limits
 from .outages import LENGTH_S_MIN, SILENT_S_MAX, Outages
 from .room import LOOK_S, Room
 from .sealer import Sealer
+from .tail import Tail
 
 T = TypeVar("T")
 _logger = structlog.get_logger("control_plane")
@@ -110,7 +110,6 @@ class Coordinator:
         self._wake = asyncio.Event()
         self._intake = Intake(log, self._limits, self._wake.set)
         self._committed = asyncio.Event()
-        self._changed = asyncio.Event()
         self._writes: list[_Write] = []
         self._timer: asyncio.TimerHandle | None = None
         self._checked_s = 0.0
@@ -121,7 +120,9 @@ class Coordinator:
         self._expelled = set[str]()
         self._have_users = False
         """Whether the server has the users of all nodes but those of `_expelled`."""
-        self._recent: deque[Record] = deque(maxlen=self._limits.recent_records_max)
+        self.tail = Tail(
+            log, kept_num_max=self._limits.recent_records_max, idle_s=self._limits.idle_s
+        )
         self._stopping = False
         self._hand_to = ""
         """The URL of the follower that leads after this turn."""
@@ -150,6 +151,11 @@ class Coordinator:
     def away(self) -> str:
         """Why nothing is acknowledged at present, since when; "" if it is."""
         return self._outages.in_words(self._leader.now_s(), hangs_too=self.leading)
+
+    @property
+    def num_dead_letters(self) -> int:
+        """What the intake has rejected here, and is kept."""
+        return self.dead_letters.num
 
     @property
     def old_agents(self) -> set[str]:
@@ -254,29 +260,11 @@ class Coordinator:
             self._log.expel((node,)), Unavailable("the log cannot be reached; try again")
         )
 
-    async def follow(self, after: int) -> AsyncIterator[Sequence[Record]]:
-        """Pages of records after `after`, until this control plane stops; an empty page every
-        `idle_s` without a record. Raises Unavailable."""
-        while not self._stopping:
-            changed = self._changed
-            page: Sequence[Record] = [r for r in self._recent if r.seq > after]
-            if not page or page[0].seq != after + 1:
-                page = await self._log.read(after=after, num_max=1_000)
-            if page:
-                after = page[-1].seq
-                yield page
-            while not (page or changed.is_set()):
-                try:
-                    async with asyncio.timeout(self._limits.idle_s):
-                        await changed.wait()
-                except TimeoutError:
-                    yield ()
-
     def stop(self) -> None:
         """End `run` after the current turn."""
         self._stopping = True
         self._wake.set()
-        self._changed.set()
+        self.tail.stop()
 
     # --- life cycle ------------------------------------------------------------------------------
     async def run(self, url: str = "") -> None:
@@ -331,7 +319,7 @@ class Coordinator:
     async def _fold_along(self) -> None:
         async for page in self._leader.fold_along():
             if page and page[0].seq <= self.seq:  # the log was folded anew
-                self._recent.clear()
+                self.tail.clear()
             self._is_access_stale |= any(isinstance(one.body, TokenChanged) for one in page)
             self._publish(page)
         if self._is_access_stale and self._access is not None:
@@ -408,7 +396,7 @@ class Coordinator:
 
     async def _recover(self) -> None:
         self._committed.clear()
-        self._recent.clear()
+        self.tail.clear()
         await self._leader.recover()
         if not self.leading and self._access is not None:
             self._expelled = set(await self._access(self.epoch))
@@ -537,12 +525,10 @@ class Coordinator:
 
     def _publish(self, records: Sequence[Record]) -> None:
         """The log has these records: wake those that follow it."""
-        self._recent.extend(records)
         self.seq = self._leader.state.seq
         if self._observe is not None and (self.leading or self.leader_url):
             self._observe(self._leader.state, records, self._leader.plan_s)
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        self.tail.add(records)
 
     # --- the intake -------------------------------------------------------------------------------
     def _prepare_wakeup(self, group: asyncio.TaskGroup) -> None:

@@ -23,20 +23,18 @@ LONG = {**COMMAND, "name": "long", "command": ["sh", "-c", "echo begun; exec sle
 
 
 def program(*words: str) -> list[str]:
-    """`unicron` with the driver of bucket://; its control plane seals there."""
+    """`unicron`, whose control plane seals there."""
     at = ("--segments", URL) if words[0] == local_cluster.CONTROL_PLANE else ()
-    return [
-        sys.executable,
-        "-P",
-        "-c",
-        f"{object_store.KNOWN}\nfrom unicron.cli import main; main.main()",
-        *words,
-        *at,
-    ]
+    return [sys.executable, "-P", "-m", "unicron.cli.main", *words, *at]
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, bucket: Path) -> Iterator[RealCluster]:
+def cluster(tmp_path: Path, bucket: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealCluster]:
+    # Every process has the driver of bucket://, as if it was installed.
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(object_store.KNOWN)
+    monkeypatch.setenv("PYTHONPATH", str(site))
     with mock.patch.object(local_cluster, "program", program):
         made = RealCluster(
             tmp_path,

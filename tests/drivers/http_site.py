@@ -15,8 +15,9 @@ from typing import Any
 import aiohttp
 import structlog
 from memory_log import MemoryLog
+from unicron.control_plane.api.address import Address
 from unicron.control_plane.api.connections import ConnectionLimits, Listener
-from unicron.control_plane.api.http import Address, HttpApi
+from unicron.control_plane.api.http import HttpApi
 from unicron.control_plane.api.metrics import Metrics
 from unicron.control_plane.api.routes import ROUTES
 from unicron.control_plane.api.tokens import Tokens

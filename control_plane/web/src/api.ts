@@ -16,6 +16,8 @@ export class Problem extends Error {
 export interface Session { secret: string; name: string; role: string; expires_s: number }
 
 const KEY = "unicron-session"
+/** How often a read is asked again while others of the token are in progress. */
+const TRIES = 30
 
 /** The session of this tab. sessionStorage belongs to the origin, port included. */
 export const session = {
@@ -31,7 +33,7 @@ export const session = {
 let ended: (why: string) => void = () => undefined
 export const onEnd = (call: typeof ended) => { ended = call }
 
-async function send(path: string, init: RequestInit): Promise<Response> {
+async function send(path: string, init: RequestInit, tries = TRIES): Promise<Response> {
   const mine = path === "/v1/sessions" ? null : session.get() // a code is for who has no session, or another one
   const headers = new Headers(init.headers)
   if (mine) headers.set("Authorization", `Bearer ${mine.secret}`)
@@ -43,6 +45,10 @@ async function send(path: string, init: RequestInit): Promise<Response> {
     throw new Problem(0, "the control plane cannot be reached")
   }
   if (reply.ok) return reply
+  if (reply.status === 429 && tries > 0) { // others of this token read; the answer says when to ask again
+    await new Promise(done => setTimeout(done, 1000 * Number(reply.headers.get("Retry-After") ?? 1)))
+    return send(path, init, tries - 1)
+  }
   if (reply.type === "opaqueredirect") {
     throw new Problem(307, "this control plane follows another one, which alone writes",
       "unicron open, which finds the one that leads")

