@@ -176,6 +176,12 @@ def test_an_operator_lists_drops_and_replays(own_server: Server, tmp_path: Path)
         assert operator("log dead-letters --drop all")[1] == "dropped 4 dead letters\n"
         assert operator("log dead-letters --drop all")[1] == "dropped 0 dead letters\n"
         assert not operator.letters()
+        (state / "dead-letters.1.jsonl").unlink(missing_ok=True)
+        (state / "dead-letters.1.jsonl").mkdir()
+        for words in ("", " --drop 1", " --replay 1"):
+            code, out, said = operator(f"log dead-letters{words}")
+            assert (code, out) == (1, "")
+            assert said[0].startswith("error: the dead letters cannot be read: "), said
     found = records_of(own_server.url, CLUSTER)
     assert [
         (body.act, body.num, body.numbers, body.who, body.reason)
