@@ -1,5 +1,6 @@
 """Dead letters: what was in the intake and is no report, in two files of bounded size."""
 
+import errno
 import os
 import threading
 import time
@@ -136,10 +137,12 @@ class DeadLetters:
         former, path = self._files[0], self._files[1]
         lines = b"".join(map(_line, letters))
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "ab") as file:
+        with os.fdopen(descriptor, "ab", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             if not size or size + len(lines) <= FILE_BYTES_MAX:
-                file.write(lines)
+                if file.write(lines) < len(lines):  # the disk is full: no cut line stays behind
+                    file.truncate(size)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 self._nums[1] += len(letters)
                 return
         path.replace(former)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import base64
 import json
 import os
+import resource
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_process import in_process
+from structlog.testing import capture_logs
 from unicron.control_plane.service.dead_letters import (
     DATA_BYTES_MAX,
     FILE_BYTES_MAX,
@@ -68,6 +71,25 @@ def test_a_store_that_cannot_be_written_is_told_and_ends_nothing(tmp_path: Path)
     assert (letters.num, counted) == (0, [7])
     with pytest.raises(IsADirectoryError):
         letters.all()
+
+
+def test_a_full_disk_leaves_no_cut_line(tmp_path: Path) -> None:
+    letters = DeadLetters(path := tmp_path / "l.jsonl")
+    letters.keep([rejected(1)])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, limits[1]))
+        with capture_logs() as logged:
+            letters = DeadLetters(path)
+            letters.keep([rejected(1_000)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert [line["not_kept"] for line in logged] == ["No space left on device"]
+    letters.keep([rejected(2)])
+    assert [letter.num_bytes for letter in letters.all()] == [1, 2]
+    assert letters.num == 2
 
 
 def line(data: bytes, num_bytes: int = 0, why: str = "it was") -> bytes:
@@ -176,6 +198,12 @@ def test_an_operator_lists_drops_and_replays(own_server: Server, tmp_path: Path)
         assert operator("log dead-letters --drop all")[1] == "dropped 4 dead letters\n"
         assert operator("log dead-letters --drop all")[1] == "dropped 0 dead letters\n"
         assert not operator.letters()
+        (state / "dead-letters.1.jsonl").unlink(missing_ok=True)
+        (state / "dead-letters.1.jsonl").mkdir()
+        for words in ("", " --drop 1", " --replay 1"):
+            code, out, said = operator(f"log dead-letters{words}")
+            assert (code, out) == (1, "")
+            assert said[0].startswith("error: the dead letters cannot be read: "), said
     found = records_of(own_server.url, CLUSTER)
     assert [
         (body.act, body.num, body.numbers, body.who, body.reason)
