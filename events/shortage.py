@@ -31,7 +31,8 @@ def is_full(error: BaseException | None) -> bool:
 def is_shortage(error: BaseException) -> bool:
     """Whether the machine lacks something now, so that the same call may succeed later."""
     if isinstance(error, BaseExceptionGroup):
-        return all(map(is_shortage, error.exceptions))
+        parts: tuple[BaseException, ...] = error.exceptions  # pyright: ignore
+        return all(map(is_shortage, parts))
     return (
         isinstance(error, MemoryError)
         or (isinstance(error, OSError) and error.errno in ERRNOS)

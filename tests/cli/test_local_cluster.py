@@ -38,8 +38,9 @@ from unicron.cli.cluster.state_dir import StateDir
 from unicron.cli.commands import up as command
 from unicron.events.bounded_file import LOG_BYTES_MAX
 from unicron.events.log import embedded_server
-from up_cluster import ALL, LIMIT_S, Cluster, until
+from up_cluster import ALL, LIMIT_S, Cluster, cluster, until
 
+__all__ = ["cluster"]
 Redis: Any = redis.Redis
 
 

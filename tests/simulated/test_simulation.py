@@ -26,6 +26,7 @@ from unicron.events.records.reports import (
     RankExited,
     RankStalled,
     ReportsLost,
+    RoomChanged,
     TaskCancelRequested,
     TaskProgressed,
     TaskSubmitted,
@@ -79,6 +80,11 @@ def log_of(seed: int) -> tuple[Record, ...]:
 def lose_a_rank(doom: str = "", doom_seq: int = 0) -> tuple[World, list[Record]]:
     """Run the world in which one rank dies; its leader dies before or after append `doom_seq`."""
     return simulate(lambda: OneRank(doom, doom_seq))
+
+
+def test_invariants_hold_while_the_disk_of_the_log_fills() -> None:
+    changes = [one.body for one in log_of(63) if isinstance(one.body, RoomChanged)]
+    assert {one.is_full for one in changes} == {True, False}
 
 
 @pytest.mark.parametrize("doom", ["before", "after"])
