@@ -30,7 +30,7 @@ from simulated.seeds import quiet
 AREAS = (*areas.AREAS, *neighbours.AREAS)
 CASE_S_MAX = 20.0
 """A case that takes longer hangs. The slowest takes under a second."""
-SHOWN_NUM_MAX = 3
+SHOWN_NUM_MAX, CASES_NUM_MIN = 3, 3
 HEADS = ("area", "cases", "tracebacks", "5xx", "hangs", "seconds")
 
 
@@ -68,13 +68,14 @@ def fuzz(
     only: int | None = None,
     s_max: float = float("inf"),
 ) -> Counts:
-    """Run cases of one area, for at most `s_max` seconds after it is opened."""
+    """Run cases of one area, for at most `s_max` seconds after it is opened, but CASES_NUM_MIN."""
     counts, began_s = Counts(area.name), time.monotonic()
     try:
         with area.opened(folder) as case:
             opened_s = time.monotonic()
             for number in range(num_cases) if only is None else (only,):
-                if time.monotonic() - opened_s > s_max:
+                is_late = time.monotonic() - opened_s > s_max
+                if is_late and counts.cases >= CASES_NUM_MIN:
                     break
                 counts.cases += 1
                 name = f"SEED={seed} ONLY={area.name}:{number}"

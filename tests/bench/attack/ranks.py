@@ -64,8 +64,9 @@ def page(num_pairs: int) -> Outcome:
                 task = cluster.submit(hostile(cluster, how, loop=True))
                 time.sleep(WATCHED_S)
                 broken += _harm(cluster, victim, agent, num, f"{how}, {_shown(user)}")
-                told += [str(one.body.cause)[:80] for one in _exits(cluster, task)[:1]]
-    return judged(broken, _how(f"3 pages; {told[0] if told else 'none ended'}"))
+                told += [str(one.body.cause)[:60] for one in _exits(cluster, task)[:1]]
+    ends = ", ".join(dict.fromkeys(told)) or "nothing"
+    return judged(broken, _how(f"a cut page, a wrong kind, NaN; they ended by: {ends}"))
 
 
 def _exits(cluster: RealCluster, task: int) -> list[Any]:
