@@ -439,7 +439,10 @@ class RealCluster:
         if (base := rank_cgroups.find()) is not None:  # a killed agent leaves those of its ranks
             for lock in (self.state.path / "agents").glob("*.lock"):
                 mark = marker_prefix(self.state.path.absolute(), lock.stem)
-                RankCgroups(base, mark, Limits()).clear(())
+                last_s = time.monotonic() + LIMIT_S
+                while not RankCgroups(base, mark, Limits()).clear(()):
+                    assert time.monotonic() < last_s, f"a rank of {lock.stem} survives SIGKILL"
+                    time.sleep(POLL_S)
 
 
 def can_run_as(user: str) -> bool:

@@ -46,12 +46,16 @@ class RankCgroups:
                 (path / f"{name}.max").write_text(str(value), "ascii")
         return path
 
-    def clear(self, live: Container[str]) -> None:
-        """Kill and remove the cgroups of ranks whose keys are not `live`."""
+    def clear(self, live: Container[str]) -> bool:
+        """Kill and remove the cgroups of ranks whose keys are not `live`. False: one is left until
+        its processes have ended."""
+        left = False
         for path in self._base.glob(f"{self._prefix}*"):
             if path.name.removeprefix(self._prefix) not in live:
                 kill(path)
                 remove(path)
+                left |= path.exists()
+        return not left
 
 
 def find(proc: Path = Path("/proc/self")) -> Path | None:

@@ -179,5 +179,5 @@ def test_of_an_agent_that_was_killed_nothing_is_left() -> None:
     assert sleeper.poll() is None
     RankCgroups(base, mark, Limits()).clear(())
     assert sleeper.wait(60) == -signal.SIGKILL
-    RankCgroups(base, mark, Limits()).clear(())
+    assert RankCgroups(base, mark, Limits()).clear(())
     assert not path.exists()
