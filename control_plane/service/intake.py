@@ -80,7 +80,7 @@ class Intake:
         now_s = asyncio.get_running_loop().time()
         if self._dropped and now_s - self._dropped_s >= DROPPED_S:
             self._dropped_s, dropped = now_s, self._dropped
-            self._dropped = Counter()
+            self._dropped = Counter[str]()
             for node, num in sorted(dropped.items()):
                 yield ReportsLost(node=node, num_lost=num)
 
