@@ -155,7 +155,10 @@ async def _serve(options: Options) -> int:
         ca = partial(_authority, options.certificate)
         file = options.state / f"{options.name.replace('-', '_', 1)}.json"
         reads = ReadProcess(
-            _begin(options, folder, address), coordinator, ca, file.with_suffix(".reads").absolute()
+            _begin(options, folder, address),
+            coordinator,
+            ca,
+            file.with_suffix(".reads.sock").absolute(),
         )
         http = HttpApi(
             ROUTES,

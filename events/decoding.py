@@ -65,6 +65,13 @@ def from_json(data: Data | str, kind: Any = Any, convert: Convert | None = None)
         return msgspec.json.decode(data, type=kind, dec_hook=convert)
 
 
+def from_loose_json(data: str) -> Any:
+    """As `from_json`, but NaN and Infinity are numbers, as many programs print them."""
+    with _one_error():
+        value: Any = json.loads(data)
+        return value
+
+
 def from_strict_json(data: bytes) -> Any:
     """As `from_json`, but no object has a name twice, and no text has a lone surrogate: that is
     JSON (`"\\ud800"`), but neither the log nor an answer can hold it."""

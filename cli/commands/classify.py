@@ -10,7 +10,7 @@ from typing import BinaryIO
 from msgspec import Struct
 
 from ...control_plane.incidents.severity import HANDLING, severity_of
-from ...events.decoding import from_json
+from ...events.decoding import from_loose_json
 from ...events.errors import UsageError
 from ...workers.diagnosis.classifier import Verdict
 from ...workers.diagnosis.classifier import classify as verdict_on
@@ -183,7 +183,7 @@ def _text_of(line: str) -> str | None:
     if not line.lstrip().startswith("{"):
         return None
     try:
-        fields = from_json(line)
+        fields = from_loose_json(line)
     except ValueError:
         return None
     said = [fields[key] for key in KEYS if isinstance(fields.get(key), str)]

@@ -166,7 +166,7 @@ def test_a_handover_loses_no_request_of_four_clients(standby: Standby) -> None:
     submitted = [record.seq for record in cluster.told(after, "TaskSubmitted")]
     assert sorted(answers) == submitted, (len(answers), len(submitted))
     assert len(cluster.told(after, "TaskCancelRequested")) == len(submitted)
-    assert processes.alive(standby.leader())
+    assert standby.leader().is_alive
     standby.hold_untouched()
 
 

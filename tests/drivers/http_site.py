@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ from unicron.control_plane.api.routes import ROUTES
 from unicron.control_plane.api.tokens import Tokens
 from unicron.control_plane.service.coordinator import Coordinator
 from unicron.control_plane.service.limits import Limits
-from unicron.events.log.identity import SECRET_BYTES, Identities
+from unicron.events.log.identity import AGENT_REPORTS, SECRET_BYTES, Identities
 from unicron.events.records.envelope import Report
 from unicron.events.records.types import Body
 from unicron.events.spec import job
@@ -52,7 +53,7 @@ class Site:
     ) -> None:
         self.log, self.coordinator, self.client, self.url = log, coordinator, client, url
         self.tokens, self.tokens_file = tokens, tokens_file
-        self.told = 0
+        self.told = Counter[str]()
 
     async def ask(
         self, method: str, path: str, body: object = None, **headers: str
@@ -101,14 +102,23 @@ class Site:
         return found[0].body
 
     async def tell(self, *bodies: Body) -> None:
-        """Send reports as the agent of n1; return when they are in the log."""
+        """Send reports as the agents of their nodes, or of n1; what no agent reports is written as
+        an operator's request is. Return when they are in the log."""
         for body in bodies:
-            self.told += 1
+            if type(body) not in AGENT_REPORTS:
+                self.told["operator"] += 1
+                await self.coordinator.write(f"told-{self.told['operator']}", body)
+                continue
+            of_other = AGENT_REPORTS[type(body)] == "share"
+            node = "n1" if of_other else getattr(body, "node", "n1")
+            source = f"{node}/{getattr(body, 'incarnation', 9)}"
+            self.told[source] += 1
+            number = self.told[source]
             await self.log.send(
-                [Report(source="n1/9", source_seq=self.told, occurred_s=1.0, body=body)]
+                [Report(source=source, source_seq=number, occurred_s=1.0, body=body)]
             )
-        while await self.log.acked("n1/9") < self.told:
-            await asyncio.sleep(0.01)
+            while await self.log.acked(source) < number:
+                await asyncio.sleep(0.01)
         await self.coordinator.settled()
 
 

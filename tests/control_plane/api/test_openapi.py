@@ -48,6 +48,7 @@ def of_api(shown: dict[str, Any]) -> Any:
         "followers": [],
         "insecure": False,
         "dead_letters": 0,
+        "old_agents": [],
         "ca": "",
     }
     return json.loads(msgspec.json.encode(shown))

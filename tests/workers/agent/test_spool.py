@@ -11,6 +11,7 @@ import unicron.workers.agent.delivery.spool as spool_file
 from msgspec.structs import replace
 from unicron.events.log.identity import sign_report
 from unicron.events.log.intake import read_report
+from unicron.events.log.port import Sent
 from unicron.events.records.codec import encode_report
 from unicron.events.records.envelope import Report
 from unicron.events.records.reports import (
@@ -101,11 +102,12 @@ def test_a_report_that_the_control_plane_refuses_costs_only_itself(body: Body) -
     spool = Spool("n1/7", "n1", clock)
     for one in (JOINED, body, exited(1)):
         spool.put(one)
+    entries = [sign_report(b"key", encode_report(report)) for report in spool.behind(0, 10)]
     sent = [
-        read_report(lambda _: b"key", sign_report(b"key", encode_report(one)))
-        for one in spool.behind(0, 10)
+        read_report(lambda _: b"key", Sent(cursor="", node="n1", data=data, num_bytes=len(data)))
+        for data in entries
     ]
-    taken, last = accept([one for one in sent if isinstance(one, Report)])
+    taken, last = accept([report for report in sent if isinstance(report, Report)])
     assert last == 3
     assert [one.body for one in taken] == [JOINED, ReportsLost(node="n1", num_lost=1), exited(1)]
 
