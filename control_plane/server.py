@@ -154,12 +154,8 @@ async def _serve(options: Options) -> int:
         address = _address(options, advertised, identities, is_relayed=is_relayed)
         ca = partial(_authority, options.certificate)
         file = options.state / f"{options.name.replace('-', '_', 1)}.json"
-        reads = ReadProcess(
-            _begin(options, folder, address),
-            coordinator,
-            ca,
-            file.with_suffix(".reads.sock").absolute(),
-        )
+        begin = _begin(options, folder, address)
+        reads = ReadProcess(begin, coordinator, ca, file.with_suffix(".reads.sock").absolute())
         http = HttpApi(
             ROUTES,
             coordinator,

@@ -56,6 +56,7 @@ appendonly yes
 appendfsync always
 aof-use-rdb-preamble no
 sanitize-dump-payload yes
+proto-max-bulk-len 64mb
 rename-command MODULE ""
 rename-command DEBUG ""
 rename-command REPLICAOF ""

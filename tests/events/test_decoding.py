@@ -16,7 +16,7 @@ from unicron.workers.agent.delivery.spool import load_spool
 from unicron.workers.agent.processes import torch_files
 from unicron.workers.host.checkpoint_index import read_index
 
-DEEP = 100_000
+DEEP = 10_000
 BAD_MSGPACK: dict[str, bytes] = {
     "nothing": b"",
     "deep list": b"\x91" * DEEP,

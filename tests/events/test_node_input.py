@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import redis
 from unicron.events.log.embedded_server import Server
+from unicron.events.log.port import REPORT_BYTES_MAX, Rejected
 from unicron.events.log.redis_streams import LOOKS_NUM, NODE_KEY_BYTES_MAX, RedisLog
 
 BEAT, READ, OTHER = "{unicron:c}:beat:n1", "{unicron:c}:read:n1", "{unicron:c}:beat:n2"
@@ -60,5 +61,27 @@ async def test_the_keys_of_a_node_have_a_bound(own_server: Server, fields: Any) 
             pipe.execute()
             await log.beats(["n1"])
             assert node.exists(BEAT) == 0
+    finally:
+        await log.close()
+
+
+async def test_an_entry_of_any_size_is_a_dead_letter_or_refused(own_server: Server) -> None:
+    """Of a large one only the beginning is read; the server takes none above 64 MiB."""
+    log = RedisLog(own_server.url, "c", lambda node: b"key")
+    try:
+        await log.admit({"n1": 1})
+        with Redis.from_url(own_server.url) as node:
+            node.rpush("{unicron:c}:inbox:n1", bytes(REPORT_BYTES_MAX + 1), b"small")
+            with pytest.raises((redis.exceptions.RedisError, OSError)):
+                node.rpush("{unicron:c}:inbox:n1", bytes((64 << 20) + 1))
+        # Each has more than a node may have in one turn, or comes behind it.
+        (large,) = (await log.take(after="0-0", num_max=9, wait_s=0.0)).entries
+        (small,) = (await log.take(after=large.cursor, num_max=9, wait_s=0.0)).entries
+        assert (large.node, len(large.data), large.num_bytes) == ("n1", 1024, REPORT_BYTES_MAX + 1)
+        assert (small.data, small.num_bytes) == (b"small", 5)
+        why = log.read_report(large)
+        assert isinstance(why, Rejected)
+        assert why.why == f"it has {REPORT_BYTES_MAX + 1} bytes, and at most 1048576 are read"
+        assert why.num_bytes == REPORT_BYTES_MAX + 1
     finally:
         await log.close()

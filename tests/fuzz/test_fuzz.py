@@ -21,7 +21,7 @@ from fuzz.mutation import plain_of
 from unicron.control_plane.api.routes import ROUTES
 
 SEED = 20
-SAMPLE_NUM, SAMPLE_S = 300, 1.5
+SAMPLE_NUM, SAMPLE_S = 300, 0.75
 
 
 @pytest.mark.parametrize("area", main.AREAS, ids=lambda area: area.name)

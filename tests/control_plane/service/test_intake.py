@@ -426,7 +426,9 @@ async def test_a_report_that_raises_leaves_leader_and_follower_as_they_were(
     try:
         async with leading(log, clock=real_clock) as leader, following(log) as follower:
             assert await leader.write("x", job()) == TASK
-            await log.send([reported(joined(node), f"{node}/1", 1) for node in ("n1", "n2")])
+            await log.admit({"n1": 1, "n2": 1})
+            for node in ("n1", "n2"):
+                await log.send([reported(joined(node), f"{node}/1", 1)])
             for _ in range(120):
                 source = chance.choice(sorted(last))
                 last[source] += 1
