@@ -47,12 +47,13 @@ WITH_PROGRAMS = [
 ]
 WITH_OTHERS = [f"{RANKS}/test_{name}.py" for name in ("checkpoint", "experts", "gpu_check")]
 HOSTS, HOUSE = "tests/hosts/test_hosts.py", "tests/house"
+WITH_CLUSTERS = ["tests/fuzz", "tests/prometheus", "tests/bench"]
 """Tests in the lane of others, so that no lane is much longer than the rest."""
 BROWSER = "tests/browser"
 OF_RANKS = [f"{RANKS}/{file.name}" for file in sorted((ROOT / RANKS).glob("test_*.py"))]
 PROGRAMS = ["tests/cli", "tests/workers/agent"]
 LANES = {
-    "clusters": ["tests/cluster", HOSTS, HOUSE],
+    "clusters": ["tests/cluster", HOSTS, HOUSE, *WITH_CLUSTERS],
     "ranks": [RANKS, *(f"--ignore={file}" for file in (*WITH_PROGRAMS, *WITH_OTHERS))],
     "programs": [*PROGRAMS, "tests/hosts", f"--ignore={HOSTS}", *WITH_PROGRAMS],
     "others": [
@@ -65,6 +66,7 @@ LANES = {
                 HOUSE,
                 BROWSER,
                 *PROGRAMS,
+                *WITH_CLUSTERS,
                 *(file for file in OF_RANKS if file not in WITH_OTHERS),
             )
         ),
