@@ -70,7 +70,7 @@ def test_a_traceback_a_server_error_and_a_hang_are_counted(
 
 def test_a_reader_that_ends_or_grows_is_noticed(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as reader:
-        bounds = Bounds(reader.pid, tmp_path, memory_bytes=1 << 20, log_bytes=1000)
+        bounds = Bounds(reader.pid, tmp_path, memory_bytes=64 << 20, log_bytes=1000)
         bounds.check()
         (tmp_path / "log").write_bytes(bytes(1001))
         with pytest.raises(AssertionError, match="the logs have 1001 bytes"):
