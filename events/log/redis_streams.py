@@ -220,7 +220,17 @@ return text(low) .. '-' .. text(seq)
 """
 )
 
-TAKE = """
+_BYTES = """
+-- What a key takes on the server; 0 where that is not told, for managed services refuse MEMORY.
+local function bytes_of(key, samples)
+  local size = redis.pcall('MEMORY', 'USAGE', key, 'SAMPLES', samples)
+  return type(size) == 'number' and size or 0
+end
+"""
+
+TAKE = (
+    _BYTES
+    + """
 -- KEYS bell shared reports senders
 -- ARGV lists after num_max node_num_max node_bytes_max report_bytes_max list_num_max
 --      list_bytes_max turn woken_by
@@ -271,7 +281,7 @@ for _, list in ipairs(busy) do
   local num = redis.call('LLEN', list[2])
   local kept = math.min(num, list_num_max)
   if kept < num then redis.call('LTRIM', list[2], 0, kept - 1) end
-  while kept > 0 and redis.call('MEMORY', 'USAGE', list[2]) > list_bytes_max do
+  while kept > 0 and bytes_of(list[2], 5) > list_bytes_max do
     kept = math.floor(kept / 2)
     if kept > 0 then redis.call('LTRIM', list[2], 0, kept - 1) else redis.call('DEL', list[2]) end
   end
@@ -280,21 +290,22 @@ end
 found = redis.call('XRANGE', reports, '(' .. ARGV[2], '+', 'COUNT', num_max)
 return {(turn + math.max(at, 1)) % #nodes, at == #nodes and 1 or 0, lists, found}
 """
+)
 
-BEATS = """
+BEATS = (
+    _BYTES
+    + """
 -- KEYS [beat]... [other]...; ARGV num_kept bytes_max num_beats
 -- The id of each node's newest heartbeat, its incarnation (the newest of the last few), its spool.
 -- A node may write anything to its keys: numbers have at most 15 digits, and a key larger than an
--- agent ever makes it is dropped. pcall: beats are read also where that is refused.
+-- agent ever makes it is dropped.
 local function whole(text)
   return text and #text < 16 and string.match(text, '^%d+$') and tonumber(text) or 0
 end
-local function bound(key)
-  local size = redis.pcall('MEMORY', 'USAGE', key, 'SAMPLES', '0')
-  if type(size) == 'number' and size > tonumber(ARGV[2]) then redis.pcall('UNLINK', key) end
-end
 local beats = {}
-for _, key in ipairs(KEYS) do bound(key) end
+for _, key in ipairs(KEYS) do
+  if bytes_of(key, 0) > tonumber(ARGV[2]) then redis.pcall('UNLINK', key) end
+end
 for i = 1, tonumber(ARGV[3]) do
   local id, incarnation, spooled = '', 0, 0
   for _, entry in ipairs(redis.call('XREVRANGE', KEYS[i], '+', '-', 'COUNT', ARGV[1])) do
@@ -305,6 +316,7 @@ for i = 1, tonumber(ARGV[3]) do
 end
 return {redis.call('TIME'), beats}
 """
+)
 
 CONNECT_S_MAX = 5.0
 SENTINEL_S_MAX = 1.0

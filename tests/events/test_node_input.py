@@ -9,7 +9,7 @@ import pytest
 import redis
 from unicron.events.log.embedded_server import Server
 from unicron.events.log.port import REPORT_BYTES_MAX, Rejected
-from unicron.events.log.redis_streams import LOOKS_NUM, NODE_KEY_BYTES_MAX, RedisLog
+from unicron.events.log.redis_streams import LIST_NUM_MAX, LOOKS_NUM, NODE_KEY_BYTES_MAX, RedisLog
 
 BEAT, READ, OTHER = "{unicron:c}:beat:n1", "{unicron:c}:read:n1", "{unicron:c}:beat:n2"
 NODES = ["n1", "n2"]
@@ -83,5 +83,22 @@ async def test_an_entry_of_any_size_is_a_dead_letter_or_refused(own_server: Serv
         assert isinstance(why, Rejected)
         assert why.why == f"it has {REPORT_BYTES_MAX + 1} bytes, and at most 1048576 are read"
         assert why.num_bytes == REPORT_BYTES_MAX + 1
+    finally:
+        await log.close()
+
+
+async def test_a_server_that_does_not_tell_sizes_is_read(own_server: Server) -> None:
+    """Managed services refuse MEMORY. Lists have the bound of their number of entries then."""
+    log = RedisLog(own_server.url, "c", lambda node: b"key")
+    try:
+        await log.admit({"n1": 1})
+        with Redis.from_url(own_server.url) as server:
+            server.execute_command("ACL", "SETUSER", "default", "-memory")
+            server.rpush("{unicron:c}:inbox:n1", *([b"x"] * (LIST_NUM_MAX + 40)))
+            server.xadd(BEAT, {"i": 7})
+            taken = await log.take(after="0-0", num_max=9, wait_s=0.0)
+            assert len(taken.entries) == 9
+            assert taken.trimmed == {"n1": 31}
+            assert [beat.incarnation for beat in await log.beats(NODES)] == [7]
     finally:
         await log.close()
