@@ -5,7 +5,6 @@ never waits for a reader, as it would with a pipe. Why: docs/decisions/bounded-o
 """
 
 import codecs
-import ctypes
 import errno
 import os
 import stat
@@ -13,6 +12,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from .file_space import free_bytes, punch
 
 HEAD_BYTES = 64 << 10
 """What stays of the beginning; also the unit of what is dropped, above the blocks of disks."""
@@ -33,8 +34,6 @@ together with RATE_BYTES_PER_S they say by how much a file may exceed its bound 
 FULL_PAUSE_S = 0.005
 FREE_SHARE = 4
 """A file may take one part of so many of what is free: that leaves room also beside several."""
-_KEEP_SIZE_CODE, _PUNCH_HOLE_CODE = 1, 2
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Part(NamedTuple):
@@ -75,12 +74,7 @@ def _next_data(file: int, offset: int) -> int:
 def allowed_bytes(place: int | Path, bytes_max: int) -> int:
     """How much files there may take of their disk: `bytes_max`, but at most a FREE_SHARE of what is
     free, and at least BYTES_MIN. Raises OSError."""
-    return max(min(bytes_max, _free_bytes(place) // FREE_SHARE), BYTES_MIN)
-
-
-def _free_bytes(place: int | Path) -> int:
-    disk = os.statvfs(place)
-    return disk.f_bavail * disk.f_frsize
+    return max(min(bytes_max, free_bytes(place) // FREE_SHARE), BYTES_MIN)
 
 
 def _next_hole(file: int, begin: int) -> int:
@@ -117,7 +111,7 @@ class BoundedFile:
             self._drop(size, (size - bytes_max // 2) // HEAD_BYTES * HEAD_BYTES)
             size = os.fstat(self._file).st_size
         room = bytes_max - (size - self._dropped_to)
-        full_pause_s = max(_free_bytes(self._file) / FREE_SHARE / RATE_BYTES_PER_S, FULL_PAUSE_S)
+        full_pause_s = max(free_bytes(self._file) / FREE_SHARE / RATE_BYTES_PER_S, FULL_PAUSE_S)
         self._size = size
         self._pause_s = min(max(room / RATE_BYTES_PER_S, PAUSE_S_MIN), full_pause_s, PAUSE_S_MAX)
         return self._pause_s
@@ -128,7 +122,7 @@ class BoundedFile:
 
     def _drop(self, size: int, to: int) -> None:
         """Give the bytes from HEAD_BYTES up to `to` back to the disk."""
-        if size <= SIZE_BYTES_MAX and _punch(self._file, HEAD_BYTES, to - HEAD_BYTES):
+        if size <= SIZE_BYTES_MAX and punch(self._file, HEAD_BYTES, to - HEAD_BYTES):
             self._dropped_to = to
             return
         head = os.pread(self._file, HEAD_BYTES, 0)
@@ -138,15 +132,6 @@ class BoundedFile:
             self._path.with_name(self._path.name + ASIDE).write_bytes(head + dropped + tail)
         os.ftruncate(self._file, 0)
         self._dropped_to = 0
-
-
-def _punch(file: int, offset: int, num_bytes: int) -> bool:
-    """Whether the disk took the bytes back: some file systems have no holes (NFS before 4.2)."""
-    code = _PUNCH_HOLE_CODE | _KEEP_SIZE_CODE
-    call = getattr(_libc, "fallocate", None)  # Linux only
-    return call is not None and not call(
-        file, code, ctypes.c_int64(offset), ctypes.c_int64(num_bytes)
-    )
 
 
 class _Wanted(NamedTuple):

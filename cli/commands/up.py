@@ -18,6 +18,7 @@ from types import FrameType
 from msgspec import Struct, json, structs
 
 from ...control_plane.api.needs import ENDED
+from ...events import file_space
 from ...events.bounded_file import LOG_BYTES_MAX, BoundedFiles
 from ...events.decoding import from_json
 from ...events.errors import UnicronError, UsageError
@@ -199,9 +200,9 @@ def _room(state: StateDir) -> int:
     """Free bytes of the folder's disk. Raises UsageError if they are too few for a start, also
     without the reserve."""
     place = next(path for path in (state.path, *state.path.parents) if path.exists())
-    if (free_bytes := reserve.free_bytes(place)) < START_BYTES_MIN:
+    if (free_bytes := file_space.free_bytes(place)) < START_BYTES_MIN:
         Reserve(state.path, state.server).give_up()
-        free_bytes = reserve.free_bytes(place)
+        free_bytes = file_space.free_bytes(place)
     if free_bytes < START_BYTES_MIN:
         raise UsageError(
             f"the disk of {shown(state.path)} is full: {free_bytes >> 10} KiB free",
@@ -396,7 +397,7 @@ class _Watch:
 
     def _full(self) -> str:
         state = self._cluster.state.path
-        return f"{shown(state)} has {reserve.free_bytes(state) >> 20} MiB free"
+        return f"{shown(state)} has {file_space.free_bytes(state) >> 20} MiB free"
 
     def _look(self, name: str) -> None:
         running = self._running.get(name)
@@ -406,7 +407,10 @@ class _Watch:
             del self._running[name]
             wait_s = self._wait(name)
             console.talk(f"{name} (pid {running.pid}) ended; again in {wait_s:.1f} s")
-            if name == SERVER and reserve.free_bytes(self._cluster.state.path) < reserve.FILE_BYTES:
+            if (
+                name == SERVER
+                and file_space.free_bytes(self._cluster.state.path) < reserve.FILE_BYTES
+            ):
                 self._reserve.give_up()
                 console.talk(f"{self._full()}: the server ends itself without room")
             if wait_s:

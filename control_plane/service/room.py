@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...events.detached_thread import BlockingCalls, Late
-from ...events.log.reserve import BACK_BYTES, FREE_BYTES_MIN, free_bytes
+from ...events.file_space import free_bytes
+from ...events.log.reserve import BACK_BYTES, FREE_BYTES_MIN
 from ...events.records.reports import RoomChanged
 from ..state.cluster import ClusterState
 

@@ -5,13 +5,12 @@ write into it does not fail. Beside it is a file of zeros, which is given up whe
 be started for want of room. A file system without fallocate has the file only.
 """
 
-import ctypes
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from ..errors import UsageError
+from ..file_space import allocate, free_bytes
 from . import append_only_file
 
 LOG_BYTES = 16 << 20
@@ -28,14 +27,6 @@ MARGIN_BYTES = 1 << 20
 STEP_BYTES = 1 << 20
 """Less is not reserved by itself, so that one call in minutes is enough."""
 FILE = "reserve"
-_KEEP_SIZE_CODE = 1
-"""FALLOC_FL_KEEP_SIZE_CODE of linux/falloc.h."""
-
-
-def free_bytes(folder: Path) -> int:
-    """Room for this user on the folder's file system. Raises OSError."""
-    disk = os.statvfs(folder)
-    return disk.f_bavail * disk.f_frsize
 
 
 class Reserve:
@@ -83,7 +74,7 @@ def extend(server: Path) -> None:
             stat = os.fstat(descriptor)
             room_bytes = min(_reserved_bytes(stat) + free_bytes(server) - MARGIN_BYTES, LOG_BYTES)
             if room_bytes - _reserved_bytes(stat) >= STEP_BYTES:
-                _allocate(descriptor, stat.st_size, room_bytes)
+                allocate(descriptor, stat.st_size, room_bytes)
         finally:
             os.close(descriptor)
 
@@ -99,12 +90,3 @@ def release(server: Path, *, newest_too: bool = False) -> None:
 
 def _reserved_bytes(stat: os.stat_result) -> int:
     return stat.st_blocks * 512 - stat.st_size
-
-
-def _allocate(descriptor: int, start: int, length: int) -> None:
-    call: Callable[..., int] | None = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if call is None:  # it is of Linux
-        return
-    at, num = ctypes.c_longlong(start), ctypes.c_longlong(length)
-    if call(descriptor, _KEEP_SIZE_CODE, at, num):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from small_disk import fill, small_disk
+from unicron.events import file_space
 from unicron.events.errors import LogError, ServerError
 from unicron.events.log import embedded_server, reserve
 from unicron.events.log.embedded_server import Server
@@ -113,12 +114,12 @@ async def test_what_a_full_disk_ends_loses_nothing_acknowledged(disk: Path) -> N
 def test_the_reserve_is_kept_given_up_and_made_again(disk: Path) -> None:
     server = embedded_server.start(disk / "server")
     one = Reserve(disk, disk / "server")
-    free = reserve.free_bytes(disk)
+    free = file_space.free_bytes(disk)
     one.keep()
-    assert free - FILE_BYTES - (1 << 16) < reserve.free_bytes(disk) <= free - FILE_BYTES
+    assert free - FILE_BYTES - (1 << 16) < file_space.free_bytes(disk) <= free - FILE_BYTES
     taken = fill(disk)
     assert one.give_up()
-    assert FILE_BYTES <= reserve.free_bytes(disk) <= FILE_BYTES + (1 << 16)
+    assert FILE_BYTES <= file_space.free_bytes(disk) <= FILE_BYTES + (1 << 16)
     assert not one.give_up(), "it is gone"
     one.keep()
     assert not (disk / reserve.FILE).exists(), "there is no room for it"
@@ -132,7 +133,7 @@ def test_what_former_files_reserve_is_free_again_before_a_start(disk: Path) -> N
     """A rewrite that failed for want of room leaves them, each with its reserve."""
     folder = disk / "server" / "appendonlydir"
     server = embedded_server.start(disk / "server")
-    free = reserve.free_bytes(disk)
+    free = file_space.free_bytes(disk)
     os.kill(server.pid, signal.SIGKILL)
     while server.is_alive:
         time.sleep(0.01)
@@ -140,7 +141,7 @@ def test_what_former_files_reserve_is_free_again_before_a_start(disk: Path) -> N
     with (folder / "appendonly.aof.manifest").open("a") as file:
         file.write("file appendonly.aof.2.incr.aof seq 2 type i\n")
     server = embedded_server.start(disk / "server")
-    assert abs(reserve.free_bytes(disk) - free) < 1 << 16
+    assert abs(file_space.free_bytes(disk) - free) < 1 << 16
     former, newest = (folder / f"appendonly.aof.{number}.incr.aof" for number in (1, 2))
     assert former.stat().st_blocks == 0
     assert newest.stat().st_blocks * 512 >= LOG_BYTES
