@@ -223,10 +223,10 @@ screenshots: setup types web ## the dashboard's views, light, dark and phone, fr
 lock: setup ## write requirements-locked.txt anew, with the digests that PyPI has (after a pin has changed)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m locked_packages
 
-BASE = $(shell sed -n 's/^ARG BASE=//p' deploy/Containerfile)
+BASE = $(shell sed -n 's/^ARG BASE=\([^@]*\).*/\1/p' deploy/Containerfile)
 base-image: ## ask the registry for the digest of the image's base, as an argument of podman build (needs skopeo)
 	@digest=$$(skopeo inspect --no-tags --format '{{.Digest}}' "docker://$(BASE)") && \
-		echo "--build-arg BASE=$(firstword $(subst :, ,$(BASE)))@$$digest"
+		echo "--build-arg BASE=$(BASE)@$$digest"
 
 wheel: setup ## build the wheel into dist/
 	@$(PIP) wheel --no-deps --no-build-isolation -w dist .

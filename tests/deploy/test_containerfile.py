@@ -50,6 +50,11 @@ def test_the_linter_finds_a_fault(old: str, new: str, rule: str) -> None:
     assert rule in complaints(FILE.read_text().replace(old, new))
 
 
+def test_the_base_has_a_digest() -> None:
+    assert re.findall(r"^FROM (.*)$", FILE.read_text(), re.MULTILINE) == ["${BASE}"]
+    assert re.search(r"^ARG BASE=\S+:\S+@sha256:[0-9a-f]{64}$", FILE.read_text(), re.MULTILINE)
+
+
 def test_the_image_has_what_its_build_and_its_pods_need() -> None:
     text = FILE.read_text()
     copied = {
