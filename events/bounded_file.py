@@ -48,6 +48,8 @@ def read_part(file: int, offset: int, num_bytes_max: int) -> Part:
     UTF-8 that is cut there. Raises OSError."""
     while True:
         begin = _next_data(file, offset)
+        if begin < offset:
+            return Part(begin, b"")
         end = _next_hole(file, begin)
         data = os.pread(file, min(num_bytes_max, end - begin), begin)
         if _next_data(file, begin) != begin:  # it was dropped meanwhile, and read as zeros

@@ -2,7 +2,6 @@
 
 import codecs
 import time
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -22,7 +21,8 @@ from .tasks import number_of, past_of
 
 CHUNK_BYTES = 1 << 16
 """An agent sends as much at once."""
-CHUNKS_NUM_MAX = 2 * bounded_file.SIZE_BYTES_MAX // CHUNK_BYTES
+BEHIND_END = 1 << 50
+"""An offset that no file has: the answer is where the file ends."""
 POLL_S = 0.2
 RESCAN_S = 1.0
 """Seconds between two reads of the log for new attempts."""
@@ -52,15 +52,17 @@ class _File(Struct):
 
     def texts(self, client: Client, *, whole: bool, tail: int | None = None) -> Iterator[str]:
         """What is new, in parts: whole lines; parts of a line only if it is longer than a chunk,
-        or at the end if `whole`. `tail`: begin with so many lines before the end."""
+        or at the end if `whole`: that is where the file ends now, whatever a process appends then.
+        `tail`: begin with so many lines before the end."""
         if not (whole or self.path.exists() or time.monotonic() > self.next_s):
             return
         self.next_s = time.monotonic() + RESCAN_S
         try:
+            last = self._end(client) if whole or tail is not None else BEHIND_END
             if tail is not None:
-                self._seek(client, tail)
-            while True:
-                text, begin, end = self._part(client, self.offset)
+                self._seek(client, tail, last)
+            while self.offset < last:
+                text, begin, end = self._part(client, self.offset, last)
                 if end < self.offset:  # it was emptied
                     self.offset = 0
                     continue
@@ -96,31 +98,40 @@ class _File(Struct):
         told = f"[unicron: {num_bytes:,} bytes were dropped here, see output_bytes_max]\n"
         return before + "\n" * bool(before) + told
 
-    def _part(self, client: Client, offset: int) -> tuple[str, int, int]:
-        """The text from the offset on, or from behind a gap there, and where it begins and ends; of
-        no text that is the file's end."""
+    def _part(self, client: Client, offset: int, last: int) -> tuple[str, int, int]:
+        """The text from the offset on, or from behind a gap there, and where it begins and ends, not
+        behind `last`; of no text that is the file's end."""
         if self.path.exists():
+            num_bytes = max(min(last - offset, CHUNK_BYTES), 0)
             with self.path.open("rb") as file:
-                begin, data = bounded_file.read_part(file.fileno(), offset, CHUNK_BYTES)
+                begin, data = bounded_file.read_part(file.fileno(), offset, num_bytes)
             if begin != offset:
                 self.decoder.reset()
             return self.decoder.decode(data), begin, begin + len(data)
         part = client.get(f"/v1/nodes/{self.node}/file", file=str(self.path), offset=offset)
-        return part["text"], part.get("begin", offset), part["end"]
+        text, begin, end = part["text"], part.get("begin", offset), part["end"]
+        if begin < last < end:
+            text, end = text.encode()[: last - begin].decode(errors="ignore"), last
+        return text, begin, end
 
-    def _seek(self, client: Client, tail: int) -> None:
+    def _end(self, client: Client) -> int:
+        """Where the file ends now."""
+        if self.path.exists():
+            return self.path.stat().st_size
+        _, _, end = self._part(client, BEHIND_END, BEHIND_END)
+        if end == BEHIND_END:  # an agent of a former release does not tell it: read on up to there
+            end = 0
+            while (after := self._part(client, end, BEHIND_END)[2]) != end:
+                end = after
+        return end
+
+    def _seek(self, client: Client, tail: int, last: int) -> None:
         """Set where reading begins, and how many lines are passed over from there: at most so many
-        as are behind a gap. The end is searched for: an agent does not tell a file's size."""
-
-        def is_behind(number: int) -> bool:
-            """Whether the file has nothing from this chunk on."""
-            return not self._part(client, number * CHUNK_BYTES)[0]
-
-        begin = CHUNK_BYTES * bisect_left(range(CHUNKS_NUM_MAX), True, key=is_behind)
-        lines = 0
+        as are behind a gap."""
+        begin, lines = -(-last // CHUNK_BYTES) * CHUNK_BYTES, 0
         while begin and lines <= tail:
             begin -= CHUNK_BYTES
-            text, at, _ = self._part(client, begin)
+            text, at, _ = self._part(client, begin, last)
             self.decoder.reset()
             if at > begin:
                 self.offset = bounded_file.HEAD_BYTES
