@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import msgspec
 import structlog
@@ -268,7 +268,7 @@ def _told(loop: Callable[[], Awaitable[None]], why: str) -> None:
 
 def _folder_of_server(redis_url: str) -> Path | None:
     """The folder of a server on this host, whose socket is beside its files."""
-    parts = urlsplit(redis_url)
+    parts = network_address.url_parts(redis_url)
     return Path(unquote(parts.path)).parent if parts.scheme == "unix" else None
 
 

@@ -10,7 +10,7 @@ import struct
 import sys
 from contextlib import suppress
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from .errors import UsageError
 
@@ -32,6 +32,16 @@ def split_endpoint(text: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def url_parts(url: str) -> SplitResult:
+    """The parts of a URL; of what is none, as one with a bad port or half a bracket, empty ones."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return urlsplit("")
+    return parts
+
+
 def split_sentinels(url: str) -> tuple[str, str, tuple[str, ...]]:
     """(name, URL of the server, URL of each Sentinel) of a URL of Sentinels; ("", the URL itself,
     ()) of another one. The server's URL has the first Sentinel's endpoint in place of the server's,
@@ -44,14 +54,11 @@ def split_sentinels(url: str) -> tuple[str, str, tuple[str, ...]]:
     endpoints, _, path = rest.partition("/")
     name, _, database = path.partition("/")
     found = tuple(f"{scheme}://{one}" for one in endpoints.split(","))
-    try:
-        is_valid = (
-            bool(name)
-            and "?" not in path
-            and all((parts := urlsplit(one)).hostname and parts.port for one in found)
-        )
-    except ValueError:
-        is_valid = False
+    is_valid = (
+        bool(name)
+        and "?" not in path
+        and all((parts := url_parts(one)).hostname and parts.port for one in found)
+    )
     if not is_valid or scheme not in ("redis", "rediss"):
         raise UsageError(
             f"{scheme}{_SENTINEL}://{rest} does not name Sentinels and a server",

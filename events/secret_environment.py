@@ -2,9 +2,27 @@
 
 import ctypes
 import os
+import re
+
+from .errors import UsageError
 
 TOKEN, URL, REDIS_URL = "UNICRON_TOKEN", "UNICRON_URL", "UNICRON_REDIS_URL"
 """The URLs may hold a password."""
+
+
+_TOKEN = re.compile(r"[!-~]*")
+
+
+def checked_token(text: str) -> str:
+    """The token as a header may have it, without the blanks or the line's end that a file adds.
+    Raises UsageError, which does not have the token."""
+    token = text.strip()
+    if not _TOKEN.fullmatch(token):
+        raise UsageError(
+            "the token has a blank, a line's end or another character that no token has",
+            f"set ${TOKEN} to the one line that unicron token create has printed",
+        )
+    return token
 
 
 def remove_secrets(*names: str) -> None:

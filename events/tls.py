@@ -10,7 +10,6 @@ import ssl
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 from . import network_address
 from .errors import UsageError
@@ -35,7 +34,7 @@ def digest(chain: str) -> str:
 
 def is_plain(url: str) -> bool:
     """Whether what is sent there crosses a network unencrypted. Sentinels may name any host."""
-    parts = urlsplit(url)
+    parts = network_address.url_parts(url)
     return parts.scheme == "redis+sentinel" or (
         parts.scheme in ("http", "redis")
         and not network_address.is_loopback(parts.hostname or "localhost")

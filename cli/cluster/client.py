@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote, urlencode
 
 from ...events import network_address, tls, unix_socket
 from ...events.decoding import from_json
 from ...events.errors import Leased, UnicronError, UsageError
 from ...events.log import embedded_server
 from ...events.private_files import read_private
-from ...events.secret_environment import TOKEN, URL
+from ...events.secret_environment import TOKEN, URL, checked_token
 from . import answers, processes
 from .answers import Interrupted, NotAControlPlane
 from .state_dir import StateDir, default, opened, read_json
@@ -94,23 +94,20 @@ class Client:
         *,
         insecure: bool = False,
     ) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        try:
-            port = parts.port or (443 if parts.scheme == "https" else 80)
-        except ValueError:
-            port = 0
-        if parts.scheme not in ("http", "https") or not parts.hostname or not port:
+        parts = network_address.url_parts(url if "//" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
             raise UsageError(
                 f"{url!r} is not a control plane's address",
                 "for example --url http://127.0.0.1:8420",
             )
         self.url, self.socket = parts.geturl(), socket
         self.is_secure = parts.scheme == "https"
-        self.host, self.port = parts.hostname, port
+        self.host = parts.hostname
+        self.port = parts.port or (443 if self.is_secure else 80)
         if not (self.is_secure or socket or network_address.is_loopback(self.host)):
             tls.check_plain(url, insecure=insecure)
         self.insecure = insecure
-        self.token, self._hint, self._away = token, hint, away
+        self.token, self._hint, self._away = checked_token(token), hint, away
         self.others: Sequence[Client] = ()
         self.leader: Client | None = None
         """The one that leads, as far as is known."""

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import msgspec
 from msgspec import Struct
@@ -377,11 +377,8 @@ def check_redis(url: str, cluster: str, state: StateDir, policy: Policy) -> Sett
     the log as the policy asks."""
     hint = "for example --redis redis://:password@host:6379/0, or none for a private server"
     name, server_url, _ = network_address.split_sentinels(url)
-    try:
-        parts = urlsplit(server_url)
-        host, port = parts.hostname or "localhost", parts.port or 6379
-    except ValueError:
-        raise UsageError("--redis is not a URL", hint) from None
+    parts = network_address.url_parts(server_url)
+    host, port = parts.hostname or "localhost", parts.port or 6379
     if parts.scheme not in ("redis", "rediss", "unix"):
         raise UsageError("--redis is not a redis:// URL", hint)
     where = parts.path if parts.scheme == "unix" else f"{host}:{port}"

@@ -21,7 +21,7 @@ from .tasks import number_of, past_of
 
 CHUNK_BYTES = 1 << 16
 """An agent sends as much at once."""
-BEHIND_END = 1 << 50
+BEHIND_END_BYTES = 1 << 50
 """An offset that no file has: the answer is where the file ends."""
 POLL_S = 0.2
 RESCAN_S = 1.0
@@ -58,7 +58,7 @@ class _File(Struct):
             return
         self.next_s = time.monotonic() + RESCAN_S
         try:
-            last = self._end(client) if whole or tail is not None else BEHIND_END
+            last = self._end(client) if whole or tail is not None else BEHIND_END_BYTES
             if tail is not None:
                 self._seek(client, tail, last)
             while self.offset < last:
@@ -99,7 +99,7 @@ class _File(Struct):
         return before + "\n" * bool(before) + told
 
     def _part(self, client: Client, offset: int, last: int) -> tuple[str, int, int]:
-        """The text from the offset on, or from behind a gap there, and where it begins and ends, not
+        """The text from the offset on, or from behind a gap, and where it begins and ends, not
         behind `last`; of no text that is the file's end."""
         if self.path.exists():
             num_bytes = max(min(last - offset, CHUNK_BYTES), 0)
@@ -118,10 +118,12 @@ class _File(Struct):
         """Where the file ends now."""
         if self.path.exists():
             return self.path.stat().st_size
-        _, _, end = self._part(client, BEHIND_END, BEHIND_END)
-        if end == BEHIND_END:  # an agent of a former release does not tell it: read on up to there
+        _, _, end = self._part(client, BEHIND_END_BYTES, BEHIND_END_BYTES)
+        if (
+            end == BEHIND_END_BYTES
+        ):  # an agent of a former release does not tell it: read on up to there
             end = 0
-            while (after := self._part(client, end, BEHIND_END)[2]) != end:
+            while (after := self._part(client, end, BEHIND_END_BYTES)[2]) != end:
                 end = after
         return end
 

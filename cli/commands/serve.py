@@ -17,7 +17,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import msgspec
 import typer
@@ -79,7 +78,7 @@ def control_plane(
     plain += ["the log's server without TLS"] * tls.is_plain(redis_url)
     for what in plain:
         tls.check_plain(what, insecure=bool(os.environ.get(tls.INSECURE)))
-    server_of = urlsplit(network_address.split_sentinels(redis_url)[1])
+    server_of = network_address.url_parts(network_address.split_sentinels(redis_url)[1])
     if (
         not redis_url
         and (state.path / "secret").exists()

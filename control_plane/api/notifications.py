@@ -9,7 +9,6 @@ import asyncio
 import secrets
 from collections.abc import Iterable
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -17,6 +16,7 @@ import structlog
 from msgspec import Struct
 
 from ...events.errors import LogError, UsageError
+from ...events.network_address import url_parts
 from ...events.records.reports import PersonNotified
 from ...events.words import rfc3339
 from ..service.coordinator import Coordinator
@@ -48,7 +48,7 @@ class Limits(Struct, frozen=True, kw_only=True):
 def check_url(text: str) -> str:
     """The URL of a webhook, from a file that has it alone. Raises UsageError, without the URL."""
     url = text.strip()
-    parts = urlsplit(url.removeprefix(SLACK))
+    parts = url_parts(url.removeprefix(SLACK))
     if parts.scheme not in ("http", "https") or not parts.hostname or len(url.split()) != 1:
         raise UsageError(
             "the file of --notify has no URL of a webhook",

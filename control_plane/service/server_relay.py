@@ -10,7 +10,6 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from urllib.parse import urlsplit
 
 from ...events import network_address, unix_socket
 from ...events.errors import Unavailable
@@ -26,13 +25,13 @@ SILENT_S, PROBE_S, PROBES_NUM = 60, 10, 3
 
 def is_local(redis_url: str) -> bool:
     """Whether other hosts cannot reach the server at this URL, or its first Sentinel."""
-    parts = urlsplit(network_address.split_sentinels(redis_url)[1])
+    parts = network_address.url_parts(network_address.split_sentinels(redis_url)[1])
     return parts.scheme == "unix" or network_address.is_loopback(parts.hostname or "localhost")
 
 
 def url_at(redis_url: str, host: str, port: int, *, with_tls: bool = False) -> str:
     """The URL of the same server as reached through a relay at `host` and `port`."""
-    parts = urlsplit(network_address.split_sentinels(redis_url)[1])
+    parts = network_address.url_parts(network_address.split_sentinels(redis_url)[1])
     user, at, _ = parts.netloc.rpartition("@")
     path = "/0" if parts.scheme == "unix" else parts.path
     return f"redis{'s' * with_tls}://{user}{at}{network_address.endpoint(host, port)}{path}"
@@ -50,7 +49,7 @@ class ServerRelay:
         find_server: Callable[[], Awaitable[tuple[str, int]]] | None = None,
     ) -> None:
         name, url, _ = network_address.split_sentinels(redis_url)
-        self._to = urlsplit(url)
+        self._to = network_address.url_parts(url)
         self._find_server = find_server if name else None
         self._admission = Admission(num_max)
         self._passing: set[asyncio.Task[None]] = set()

@@ -14,10 +14,11 @@ import re
 import secrets
 from collections.abc import Callable
 from typing import Literal
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import quote, urlunsplit
 
 from msgspec import Struct
 
+from ..network_address import url_parts
 from ..records import orders, reports
 from ..records.codec import UnknownBody
 from ..records.envelope import Report, incarnation_of
@@ -88,7 +89,7 @@ def password_hash(password: str) -> str:
 
 def with_credentials(url: str, user: str, password: str) -> str:
     """The server's URL with these credentials in place of its own."""
-    parts = urlsplit(url)
+    parts = url_parts(url)
     where = f"{quote(user, safe='')}:{quote(password, safe='')}@{parts.netloc.rpartition('@')[2]}"
     return urlunsplit(parts._replace(netloc=where))
 

@@ -176,6 +176,35 @@ def test_a_token_of_the_environment_does_not_go_where_a_folder_says(
     assert SECRET.encode() in near.heard[0], "the user names that address"
 
 
+@pytest.mark.parametrize("token", [f"{SECRET}\n\r", f" {SECRET}\n"])
+def test_what_a_file_puts_around_a_token_is_left_out(
+    token: str, near: Listener, tmp_path: Path
+) -> None:
+    words = ("status", "--state", str(tmp_path), "--url", near.url)
+    in_process(words, None, {**environment(tmp_path), "UNICRON_TOKEN": token})
+    assert f"Bearer {SECRET}\r\n".encode() in near.heard[0]
+
+
+@pytest.mark.parametrize("middle", ["\n", "\r\nX-Other: ", " ", "é", "\x1b"])
+def test_what_is_no_token_is_refused_and_not_printed(
+    middle: str, near: Listener, tmp_path: Path
+) -> None:
+    """Python's own error has the token in it."""
+    token = f"unicron_begin{middle}end"
+    done = in_process(
+        ("status", "--state", str(tmp_path), "--url", near.url),
+        None,
+        {**environment(tmp_path), "UNICRON_TOKEN": token},
+    )
+    refused(done, "another character that no token has")
+    assert "unicron_begin" not in done.stdout + done.stderr
+    with pytest.raises(UsageError, match="no token has"):
+        asyncio.run(
+            join(near.url, token, node="n1", host="h", incarnation=1, labels=Labels(), s_max=0.1)
+        )
+    assert near.heard == []
+
+
 def test_a_folders_own_token_does_not_go_to_another_host_in_plain(
     far: Listener, tmp_path: Path
 ) -> None:

@@ -18,6 +18,12 @@ def test_an_endpoint_is_written_and_read(host: str, port: int, text: str) -> Non
     assert na.split_endpoint(text) == (host, port)
 
 
+@pytest.mark.parametrize("url", ["http://[::1", "http://h]:1", "redis://h:port", "http://h:99999"])
+def test_what_is_no_url_has_no_parts(url: str) -> None:
+    parts = na.url_parts(url)
+    assert (parts.scheme, parts.hostname, parts.port) == ("", None, None)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_listening_at_both_kinds_of_address(host: str) -> None:
     with na.listen(host) as listener:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, TextIO, cast
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import msgspec
 import structlog
@@ -22,6 +22,7 @@ from ...events.errors import LogError, UsageError
 from ...events.file_lock import FileLock, Held
 from ...events.log.identity import Keys, only_key, store_secret, with_credentials
 from ...events.log.redis_streams import RedisLog
+from ...events.network_address import url_parts
 from ...events.process_io import LogStream
 from ...events.records.types import Labels
 from ...events.secret_environment import REDIS_URL, TOKEN, URL, remove_secrets
@@ -460,8 +461,8 @@ def open_spools(folder: Path, node: str, source: str) -> tuple[Spool, list[Spool
 
 def log_url(own: str, given: str) -> str:
     """The server's URL: `own` if it is not empty; if it has no credentials, with `given`'s."""
-    user = urlsplit(given)
-    if not own or urlsplit(own).password is not None or user.password is None:
+    user = url_parts(given)
+    if not own or url_parts(own).password is not None or user.password is None:
         return own or given
     return with_credentials(own, unquote(user.username or ""), unquote(user.password))
 

@@ -20,6 +20,7 @@ from ....events.errors import Leased, UsageError
 from ....events.log.identity import new_secret
 from ....events.private_files import read_private, write_private
 from ....events.records.types import Labels
+from ....events.secret_environment import checked_token
 from ....events.spec.policy import OUTPUT_BYTES_MAX, REDACT
 from .log_link import backoff_s
 
@@ -121,7 +122,8 @@ async def join(
         "labels": {key: value for key, value in msgspec.to_builtins(labels).items() if value},
         **({"identity": identity} if identity else {}),
     }
-    headers = {"Authorization": f"Bearer {token}", "Idempotency-Key": f"join-{node}-{incarnation}"}
+    bearer = f"Bearer {checked_token(token)}"
+    headers = {"Authorization": bearer, "Idempotency-Key": f"join-{node}-{incarnation}"}
     num_tries, pointer = 0, ""
     limit = aiohttp.ClientTimeout(total=ANSWER_S_MAX)
     while True:
