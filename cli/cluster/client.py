@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 
@@ -341,8 +342,18 @@ class _SocketConnection(http.client.HTTPConnection):
 
 
 def running_here(state: StateDir) -> list[dict[str, Any]]:
-    """What the control planes on the state folder have written there: url, socket, token."""
-    return [file for path in state.control_planes() if (file := read_json(path) or {}).get("url")]
+    """What the control planes on the state folder have written there: url, socket, token. In a copy
+    of a folder it is of the other folder's cluster, and left out."""
+    files = [(path, read_json(path) or {}) for path in state.control_planes()]
+    return [file for path, file in files if file.get("url") and _is_of(path.parent, file)]
+
+
+def _is_of(folder: Path, file: Mapping[str, Any]) -> bool:
+    """Whether the socket that the file names is in this folder; another host's cannot be seen."""
+    path, host = str(file.get("socket", "")), platform.node()
+    if not path or file.get("host", host) != host:
+        return True
+    return Path(path).parent.resolve() == folder.resolve()
 
 
 def connect(state: StateDir | None = None, urls: Urls = None) -> Client:

@@ -1,7 +1,8 @@
 """Detached processes: identity by pid file, start, wait, stop.
 
 The kernel gives the pid of a process that ended to another one. So a pid file also holds the start
-time of its process: a signal to a pid alone could end a stranger.
+time of its process: a signal to a pid alone could end a stranger. And a folder may be a copy, or of
+another person: a process is the folder's only if it has one of the folder's files open.
 """
 
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from msgspec import Struct
 
@@ -49,10 +51,23 @@ def find(state: StateDir, name: str) -> Process | None:
     pid, started = data.get("pid"), data.get("started")
     if isinstance(pid, int) and 1 < pid < PIDS_NUM_MAX and isinstance(started, str):
         process = Process(name=name, pid=pid, started=started)
-        if process.is_alive:
+        if process.is_alive and _is_of(state, pid):
             return process
     path.unlink(missing_ok=True)
     return None
+
+
+def _is_of(state: StateDir, pid: int) -> bool:
+    """Whether the process has a file of this folder open: its output, or the lock of `up`. True
+    where /proc does not tell: there is none, or it is another user's process, which gets no signal
+    of ours."""
+    folder = Path(f"/proc/{pid}/fd")
+    try:
+        opened = [os.readlink(link) for link in folder.iterdir()]
+    except OSError:
+        return True
+    root = state.path.resolve()
+    return any(Path(path).is_relative_to(root) for path in opened)
 
 
 def names(state: StateDir) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from cli_process import in_process
+from unicron.cli.cluster import processes
 from unicron.events.log.append_only_file import STRANGE_HINT
 
 from .test_local_cluster import Cluster, until
@@ -96,6 +97,35 @@ def test_ones_own_folder_is_read_after_a_crash(cluster_folder: Path, tmp_path: P
         assert seq >= int((cluster_folder.parent / "seq").read_text())
         lines = look(folder, ("tail", "-o", "jsonl"), tmp_path).stdout.splitlines()
         assert [json.loads(line)["seq"] for line in lines] == list(range(1, seq + 1))
+
+
+def test_down_ends_no_process_that_only_a_file_names(tmp_path: Path) -> None:
+    """Whoever has sent the folder knows the process: it is his, or he is on this host."""
+    cluster = Cluster(tmp_path / "sent")
+    with subprocess.Popen(["sleep", "60"]) as stranger:
+        try:
+            cluster.state.create()
+            for name in ("agent-n1", "control-plane", "up"):
+                processes.record(cluster.state, name, stranger.pid)
+            assert cluster("down").returncode == 0
+            assert stranger.poll() is None
+        finally:
+            stranger.kill()
+
+
+def test_a_copy_of_the_folder_of_a_running_cluster_is_no_way_to_it(tmp_path: Path) -> None:
+    cluster, to = Cluster(tmp_path / "state"), tmp_path / "copy"
+    try:
+        assert cluster.up().returncode == 0
+        shutil.copytree(cluster.state.path, to, ignore=shutil.ignore_patterns("*.sock", "*.shim"))
+        pids = cluster.pids()
+        for words in (("freeze",), ("down",)):
+            look(to, words, tmp_path)
+            assert cluster.pids() == pids
+        healing = json.loads(cluster("status", "-o", "json").stdout)["cluster"]["healing"]
+        assert healing == "on"
+    finally:
+        cluster("down")
 
 
 @pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")

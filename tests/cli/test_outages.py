@@ -100,7 +100,8 @@ def test_the_state_keeps_the_newest() -> None:
 def test_the_first_line_says_what_is_away(tmp_path: Path, runs: bool, words: str) -> None:
     state = StateDir(tmp_path)
     state.create()
-    agent = subprocess.Popen(["sleep", "600"])
+    with (state.logs / "agent-n1.log").open("wb") as log:
+        agent = subprocess.Popen(["sleep", "600"], stdout=log)
     try:
         if runs:
             processes.record(state, "agent-n1", agent.pid)
