@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -95,7 +96,11 @@ def calls(
                 given["as_json"] = console.structured(form)
                 given |= {"wide": True} if form == "wide" else {}
             module, _, called = function.rpartition(".")
-            code: object = getattr(import_module(f".{module}", __package__), called)(**given)
+            try:
+                code: object = getattr(import_module(f".{module}", __package__), called)(**given)
+            except UnicronError as error:
+                error.hint = _addressed(error.hint, given.get("state"))
+                raise
             return code
 
         signature = inspect.signature(declared, eval_str=True)
@@ -114,6 +119,15 @@ def calls(
         return declared
 
     return declare
+
+
+def _addressed(hint: str, state: Any) -> str:
+    """The hint; if a command in it would go to the default cluster, with this command's folder."""
+    from .commands.tasks import option_for
+
+    option = option_for(state).strip() if state is not None else ""
+    is_other = option and re.search(r"\bunicron [a-z]", hint) and "--state" not in hint
+    return f"{hint} (with {option})" if is_other else hint
 
 
 NOTIFY = "Send what needs a person to the webhook whose URL this file has"

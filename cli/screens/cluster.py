@@ -43,9 +43,9 @@ def status(
         *_incidents(view, now_s, option, are_open=True),
         *_failures(view, option),
         *_incidents(view, now_s, option, are_open=False),
-        *_outages(view, now_s),
+        *_outages(view, now_s, option),
         "",
-        *_totals(view, now_s),
+        *_totals(view, now_s, option),
         "",
     ]
     if not listed:
@@ -215,18 +215,18 @@ def _incident(
     )
 
 
-def _outages(view: Plain, now_s: float) -> list[str]:
+def _outages(view: Plain, now_s: float, option: str) -> list[str]:
     recent = [one for one in view["outages"] if now_s - one["since_s"] - one["length_s"] < NEWS_S]
     lines = [
         line for one in recent[-OUTAGES_SHOWN_NUM:] for line in fmt.labelled("AWAY", outage(one))
     ]
     if (num := len(recent) - OUTAGES_SHOWN_NUM) > 0:
-        lines += fmt.labelled("AWAY", f"{num} times more: unicron incident --all")
+        lines += fmt.labelled("AWAY", f"{num} times more: unicron incident --all{option}")
     return lines
 
 
 # --- Totals. ---
-def _totals(view: Plain, now_s: float) -> list[str]:
+def _totals(view: Plain, now_s: float, option: str) -> list[str]:
     cluster = view["cluster"]
     slots, health = _counts(view["nodes"])
     silent = _on_unreachable(view["nodes"])
@@ -252,7 +252,7 @@ def _totals(view: Plain, now_s: float) -> list[str]:
         f"log    {whose} epoch {cluster['epoch']}{behind}, {fmt.count(cluster['seq'])} records"
         f"{lost}, healing {cluster['healing'].partition(':')[0]}, {cluster['hash']}",
         *_old_agents(cluster),
-        *[f"dead   {fmt.number_of(num_dead, 'dead letter')}: unicron log dead-letters"]
+        *[f"dead   {fmt.number_of(num_dead, 'dead letter')}: unicron log dead-letters{option}"]
         * (num_dead > 0),
         *["insecure: what passes between hosts is not encrypted"] * cluster.get("insecure", False),
     ]

@@ -312,6 +312,16 @@ def test_a_bad_job_is_refused_first(tmp_path, iterations, words, code):
     refused(unicron("submit", "job.yaml", folder=tmp_path), words, code)
 
 
+def test_a_command_in_a_hint_goes_to_the_same_cluster(tmp_path):
+    """It went to the default one, which may be another."""
+    state = tmp_path / "other"
+    lacks = unicron("token", "list", "--state", str(state), folder=tmp_path)
+    assert lacks.stderr.splitlines()[1].startswith("hint: unicron up --state other")
+    words = ("log", "dead-letters", "--drop", "x", "--state", str(state))
+    wrong = unicron(*words, folder=tmp_path)
+    assert wrong.stderr.splitlines()[1].endswith("--drop all alone (with --state other)")
+
+
 def test_a_hint_quotes_a_folder_with_blanks(tmp_path):
     state = tmp_path / "a b"
     result = unicron("status", "--state", str(state), folder=tmp_path)
