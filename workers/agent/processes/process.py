@@ -150,7 +150,7 @@ class Process:
             pid = zygote.fork(
                 {**env, marker[0]: marker[1]}, str(cgroup or ""), log.fileno(), *files
             )
-        parent.hold(key, note(log_start), held, pid)
+            parent.hold(key, note(log_start), held, pid)
         entry = f"{marker[0]}={marker[1]}".encode()
         return cls(pid, output.path, log_start, entry, parent, key, cgroup)
 
