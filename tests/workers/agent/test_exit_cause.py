@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -510,6 +511,18 @@ def test_a_huge_last_line_is_read_at_its_end(end_of: Any) -> None:
     assert len(report.cause) <= CAUSE_CHARS_MAX
     assert "Connection refused" in report.cause
     assert len(report.tail) == exit_report.TAIL_BYTES
+
+
+def test_a_search_that_a_disk_fails_blames_nobody(
+    end_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(evidence: ExitEvidence) -> Verdict:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(exit_report, "cause_of", fail)
+    report = end_of(python("import os; os.kill(os.getpid(), 9)"))
+    assert (report.signal, report.status, report.rule) == (9, "", "")
+    assert report.cause == "signal 9 (SIGKILL): killed from outside"
 
 
 def test_binary_output_has_no_cause(end_of: Any) -> None:
