@@ -12,6 +12,7 @@ from msgspec import Struct, field
 
 from ...events import bounded_file
 from ...events.errors import UsageError
+from ...events.regular_files import open_regular
 from ..cluster.answers import Interrupted
 from ..cluster.client import Client, Refused, Unable, Unreachable, Urls
 from ..cluster.state_dir import StateDir
@@ -100,7 +101,7 @@ class _File(Struct):
         """The text from the offset on, or from behind a gap there, and where it begins and ends; of
         no text that is the file's end."""
         if self.path.exists():
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 begin, data = bounded_file.read_part(file.fileno(), offset, CHUNK_BYTES)
             if begin != offset:
                 self.decoder.reset()

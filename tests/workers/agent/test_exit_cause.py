@@ -537,6 +537,17 @@ def test_a_removed_log_does_not_hide_the_exit_code(end_of: Any) -> None:
     assert (report.status, report.cause) == ("", "")
 
 
+def test_a_pipe_in_place_of_the_log_is_not_waited_for(end_of: Any) -> None:
+    """A thread that waits for its writer would never end, and others have no thread then."""
+    report = end_of(
+        python(
+            "import os\nlog = os.readlink('/proc/self/fd/1')\nos.unlink(log)\nos.mkfifo(log)\n"
+            "raise SystemExit(3)"
+        )
+    )
+    assert (report.exit_code, report.tail) == (3, "(no output: not a regular file)")
+
+
 def test_a_log_that_was_emptied_is_read_from_its_beginning(end_of: Any, tmp_path: Path) -> None:
     log = tmp_path / "logs" / "1-job" / "rank-0.attempt-1.log"
     log.parent.mkdir(parents=True)
