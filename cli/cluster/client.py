@@ -27,6 +27,7 @@ from ...events.errors import Leased, UnicronError, UsageError
 from ...events.log import embedded_server
 from ...events.private_files import read_private
 from ...events.secret_environment import TOKEN, URL, checked_token
+from ...events.whole_numbers import whole_number
 from . import answers, processes
 from .answers import Interrupted, NotAControlPlane
 from .state_dir import StateDir, default, opened, read_json
@@ -472,8 +473,7 @@ def _problem(answer: http.client.HTTPResponse) -> dict[str, Any]:
 def _retry_after_s(answer: http.client.HTTPResponse) -> float | None:
     """The Retry-After of an answer: seconds, 0 for another form; None: it has none."""
     text = answer.headers["Retry-After"]
-    digits = text is not None and text.isascii() and text.isdigit() and len(text) <= 2
-    return None if text is None else float(text) if digits else 0.0
+    return None if text is None else min(float(whole_number(text) or 0), BUSY_S_MAX)
 
 
 def _refused(

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from ...events.errors import UsageError
+from ...events.whole_numbers import whole_number
 from ..cluster.client import Client, Urls, connect
 from ..cluster.state_dir import StateDir
 from ..terminal import console
@@ -42,27 +43,29 @@ def dead_letters(
 
 
 def _number(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+    if (number := whole_number(text)) is None:
         raise UsageError(
             f"--drop {text!r} is not the number of a dead letter",
             f"its number in unicron log dead-letters, or --drop {ALL} alone",
         )
-    return int(text)
+    return number
 
 
 def _replay(client: Client, numbers: Sequence[int], reason: str, *, as_json: bool) -> None:
-    answers = [
-        client.post(f"/v1/dead-letters/{number}/replay", {"reason": reason}) for number in numbers
-    ]
-    console.show(
-        {"replayed": answers},
-        [
-            f"dead letter {answer['number']} is in the intake again, "
-            f"as report {answer['source_seq']} of {answer['source']}"
-            for answer in answers
-        ],
-        as_json=as_json,
-    )
+    """Those before one that is refused are told too."""
+    answers: list[Plain] = []
+    try:
+        for number in numbers:
+            path = f"/v1/dead-letters/{number}/replay"
+            answers.append(client.post(path, {"reason": reason}))
+    finally:
+        if answers:
+            lines = [
+                f"dead letter {answer['number']} is in the intake again, "
+                f"as report {answer['source_seq']} of {answer['source']}"
+                for answer in answers
+            ]
+            console.show({"replayed": answers}, lines, as_json=as_json)
 
 
 def _show(letters: Sequence[Plain], *, as_json: bool) -> None:

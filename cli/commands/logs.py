@@ -11,6 +11,7 @@ from msgspec import Struct, field
 
 from ...events import bounded_file
 from ...events.errors import UsageError
+from ...events.regular_files import open_regular
 from ..cluster.answers import Interrupted
 from ..cluster.client import Client, Refused, Unable, Unreachable, Urls
 from ..cluster.state_dir import StateDir
@@ -103,7 +104,7 @@ class _File(Struct):
         behind `last`; of no text that is the file's end."""
         if self.path.exists():
             num_bytes = max(min(last - offset, CHUNK_BYTES), 0)
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 begin, data = bounded_file.read_part(file.fileno(), offset, num_bytes)
             if begin != offset:
                 self.decoder.reset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,12 @@ def printed(path: Path, patch: pytest.MonkeyPatch, tail: int | None = None) -> s
     logs._show(Agents(), printer, [file], whole=True, tail=tail)  # type: ignore[arg-type]
     printer.end()
     return "".join(found)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node names the file."""
+    os.mkfifo(tmp_path / "0.log")
+    assert printed(tmp_path / "0.log", monkeypatch) == ""
 
 
 @pytest.mark.parametrize("kind", [Path, Far])

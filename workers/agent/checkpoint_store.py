@@ -162,7 +162,10 @@ class CheckpointStore:
             if self._has_stored:
                 self._lost(0, "the checkpoint store has exited")
                 self.start += 1
-                self._hold()
+                try:
+                    self._hold()
+                except OSError:  # the next agent would not know the number
+                    self.start = self._last + 1
             if self.start > self._last:
                 _log.error(
                     "no more checkpoint store until the agent restarts",

@@ -533,12 +533,12 @@ class OrderExecutor:
                 how,
                 rank.memory,
                 error=rank.note.error,
-                known=rank.note.fault or ("" if rank.stop_at is not None else None),
+                known=rank.why_ended,
                 redact=rank.redactor.text,
             )
         if exited is None:
             exited = self._exit_reporter.report_without_output(
-                rank.order, process, how, rank.note.fault
+                rank.order, process, how, rank.why_ended
             )
         rank.note.is_exit_reported = True
         self._report(exited, None, NO_SLOT, self._note(rank))

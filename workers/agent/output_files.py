@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -13,6 +14,7 @@ from ...events.log.port import FilePart, FileRequest
 from ...events.log.redis_streams import RedisLog
 from ...events.object_storage import reason
 from ...events.regular_files import open_regular
+from ...events.shortage import outlast
 from .delivery.log_link import backoff_s
 from .health.device_trial import try_devices
 from .processes import former_outputs
@@ -28,7 +30,12 @@ _log = structlog.get_logger("agent")
 async def serve(log: RedisLog, node: str, folder: Path, devices: Sequence[str] = ()) -> None:
     """Answer requests for files in `folder`, and for trials of the slots' devices, until cancelled.
     A lost answer is not repeated. Now and then, remove the oldest outputs of ended tasks there."""
-    await asyncio.gather(_answer_requests(log, node, folder, devices), _remove_oldest(folder))
+    answer = partial(_answer_requests, log, node, folder, devices)
+    await asyncio.gather(outlast(answer, _warn), outlast(partial(_remove_oldest, folder), _warn))
+
+
+def _warn(why: str) -> None:
+    _log.warning("cannot serve the output of ranks for now", why=why)
 
 
 async def _remove_oldest(folder: Path) -> None:
@@ -47,7 +54,7 @@ async def _answer_requests(log: RedisLog, node: str, folder: Path, devices: Sequ
             num_failed = 0
         except (LogError, UsageError) as error:
             if not num_failed:
-                _log.warning("cannot serve the output of ranks for now", why=str(error))
+                _warn(str(error))
             await asyncio.sleep(backoff_s(num_failed))
             num_failed += 1
 

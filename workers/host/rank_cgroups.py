@@ -150,10 +150,11 @@ def remove(path: Path) -> None:
 
 
 def path_of(pid: int) -> str:
-    """The cgroup of a process, as the kernel names it; "": it is gone, or has none."""
+    """The cgroup of a process, as the kernel names it; "": it is gone, may not be read, or has
+    none. Raises OSError if the machine lacks something."""
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text("utf-8", "replace").splitlines()
-    except OSError:
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
         return ""
     return next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "")
 

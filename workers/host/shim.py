@@ -7,6 +7,7 @@ the kernel kills its children. Why: docs/decisions/agent-restart.md.
 """
 
 import argparse
+import errno
 import os
 import selectors
 import signal
@@ -32,6 +33,8 @@ FIRST_S_MAX = 120.0
 """How long a new shim waits for its first agent."""
 END_S_MAX = 5.0
 """How long the end waits for processes that survive SIGKILL."""
+ACCEPT_PAUSE_S = 0.1
+"""Time between two attempts to accept an agent after a failure."""
 FILES_NUM_MAX = 8
 _POLL_S = 0.005
 _HEAD = struct.Struct(">I")
@@ -118,19 +121,27 @@ def send(connection: socket.socket, message: Struct, files: Sequence[int] = ()) 
 
 
 def receive(connection: socket.socket, decoder: Decoder[T]) -> tuple[T, list[int]]:
-    """The next message and its files. Raises EOFError if the other side is gone, OSError."""
-    head, files, _, _ = socket.recv_fds(
+    """The next message and its files. Raises EOFError if the other side is gone, FilesLost,
+    OSError."""
+    head, files, flags, _ = socket.recv_fds(
         connection, _HEAD.size, FILES_NUM_MAX, socket.MSG_CMSG_CLOEXEC
     )
     num_bytes = _HEAD.unpack(head)[0] if len(head) == _HEAD.size else 0
     data = bytearray()
     while len(data) < num_bytes and (part := connection.recv(num_bytes - len(data))):
         data += part
-    if not num_bytes or len(data) < num_bytes:
+    is_whole = num_bytes > 0 and len(data) == num_bytes
+    if not is_whole or flags & socket.MSG_CTRUNC:
         for file in files:
             os.close(file)
-        raise EOFError("the other side is gone")
+        if not is_whole:
+            raise EOFError("the other side is gone")
+        raise FilesLost(errno.EMFILE, os.strerror(errno.EMFILE))
     return decoder.decode(bytes(data)), files
+
+
+class FilesLost(OSError):
+    """This process may open no more files: those of a message are closed, the message is lost."""
 
 
 class _Entry:
@@ -168,9 +179,14 @@ class _Shim:
                     self._serve()
 
     def _accept(self) -> None:
-        """A new agent has the node's lock: the former one is dead."""
+        """A new agent has the node's lock: the former one is dead. Without a descriptor for its
+        connection it waits."""
         self._detach()
-        self._agent, _ = self._listener.accept()
+        try:
+            self._agent, _ = self._listener.accept()
+        except OSError:
+            time.sleep(ACCEPT_PAUSE_S)
+            return
         self._ready.register(self._agent, selectors.EVENT_READ)
 
     def _detach(self) -> None:
@@ -199,7 +215,15 @@ class _Shim:
             if isinstance(message, Attach):
                 for entry in self._entries.values():
                     send(agent, entry.held, entry.files)
+        except FilesLost as error:
+            self._refuse(agent, str(error))
         except (OSError, EOFError):
+            self._detach()
+
+    def _refuse(self, agent: socket.socket, why: str) -> None:
+        try:
+            send(agent, Reply(error=why))
+        except OSError:
             self._detach()
 
     def _do(self, message: _Message, files: list[int]) -> Reply:

@@ -184,11 +184,10 @@ def test_an_operator_lists_drops_and_replays(own_server: Server, tmp_path: Path)
         )
         assert "9,999 (cut)" in rows[6]
 
-        assert operator("log dead-letters --replay 1 --reason upgraded") == (
-            0,
-            "dead letter 1 is in the intake again, as report 1 of n7/1\n",
-            [],
-        )
+        code, out, said = operator("log dead-letters --replay 1 --replay 99 --reason upgraded")
+        assert out == "dead letter 1 is in the intake again, as report 1 of n7/1\n"
+        assert code == 2
+        assert "99" in said[0]
         wait_for_node(own_server, "n7")
         refuses_what_is_wrong(operator)
         assert [letter["number"] for letter in operator.letters()] == [2, 3, 4, 5, 6, 7]

@@ -320,7 +320,8 @@ async def test_a_frame_leaves_the_pipe_only_after_it_was_handled() -> None:
             raise InterruptedError
 
     pipe = Pipe(dies, lambda: unguarded((1, 0, 1), "pipe"), fd=os.dup(ours.fileno()))
-    pipe.drain()
+    await until(lambda: True if seen == [1, 2] else None)
+    pipe.close()
     theirs.sendall(data[-1:])
     again = Pipe(
         lambda frame: seen.append(frame.seq), lambda: unguarded((1, 0, 1), "pipe"), fd=ours.detach()

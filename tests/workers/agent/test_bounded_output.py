@@ -138,6 +138,24 @@ def test_the_oldest_outputs_of_ended_tasks_are_removed_as_the_disk_fills(
     assert {path.name for path in logs.iterdir()} == {"5-job", "6-job", "others"}
 
 
+def test_what_is_no_output_does_not_keep_the_others(mounted: Callable[[str, str], Path]) -> None:
+    logs, old_s = mounted("tmpfs", "20m"), time.time() - 2 * former_outputs.AGE_S_MIN
+    for task in range(1, 5):
+        folder = logs / f"{task}-job"
+        folder.mkdir()
+        (folder / "rank-0.attempt-1.log").write_bytes(b"x" * 4 * MIB)
+        os.utime(folder / "rank-0.attempt-1.log", (old_s, old_s + task))
+    odd = logs / "1-job" / "rank-0.attempt-2.log"
+    odd.symlink_to("nowhere")
+    folder = logs / "3-job" / "rank-0.attempt-2.log"
+    folder.mkdir()
+    os.utime(folder, (old_s, old_s))
+    former_outputs.remove_oldest(logs)
+    assert [path.parent.name for path in sorted(logs.glob("*/rank-0.attempt-1.log"))] == ["4-job"]
+    assert odd.is_symlink()
+    assert folder.is_dir()
+
+
 async def test_a_rank_that_starts_a_thousand_times_is_bounded(
     plane: PlaneStub, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import tempfile
@@ -181,3 +182,15 @@ def test_of_an_agent_that_was_killed_nothing_is_left() -> None:
     assert sleeper.wait(60) == -signal.SIGKILL
     assert RankCgroups(base, mark, Limits()).clear(())
     assert not path.exists()
+
+
+def test_a_shortage_of_descriptors_does_not_say_that_a_process_has_no_cgroup() -> None:
+    """What has no cgroup of its own may be killed as an orphan."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            rank_cgroups.path_of(os.getpid())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert rank_cgroups.path_of(2**22 + 1) == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -512,6 +513,18 @@ def test_a_huge_last_line_is_read_at_its_end(end_of: Any) -> None:
     assert len(report.tail) == exit_report.TAIL_BYTES
 
 
+def test_a_search_that_a_disk_fails_blames_nobody(
+    end_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(evidence: ExitEvidence) -> Verdict:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(exit_report, "cause_of", fail)
+    report = end_of(python("import os; os.kill(os.getpid(), 9)"))
+    assert (report.signal, report.status, report.rule) == (9, "", "")
+    assert report.cause == "signal 9 (SIGKILL): killed from outside"
+
+
 def test_binary_output_has_no_cause(end_of: Any) -> None:
     report = end_of(python("import os, sys\nos.write(2, bytes(range(256)) * 1000)\nsys.exit(1)"))
     assert (report.exit_code, report.status, report.cause) == (1, "", "")
@@ -522,6 +535,17 @@ def test_a_removed_log_does_not_hide_the_exit_code(end_of: Any) -> None:
     assert report.exit_code == 1
     assert report.tail == "(no output: No such file or directory)"
     assert (report.status, report.cause) == ("", "")
+
+
+def test_a_pipe_in_place_of_the_log_is_not_waited_for(end_of: Any) -> None:
+    """A thread that waits for its writer would never end, and others have no thread then."""
+    report = end_of(
+        python(
+            "import os\nlog = os.readlink('/proc/self/fd/1')\nos.unlink(log)\nos.mkfifo(log)\n"
+            "raise SystemExit(3)"
+        )
+    )
+    assert (report.exit_code, report.tail) == (3, "(no output: not a regular file)")
 
 
 def test_a_log_that_was_emptied_is_read_from_its_beginning(end_of: Any, tmp_path: Path) -> None:

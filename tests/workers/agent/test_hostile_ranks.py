@@ -7,6 +7,7 @@ import math
 import os
 import struct
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,33 @@ async def test_a_fault_of_the_machine_is_no_violation() -> None:
     await until(lambda: len(frames) == 2 or None)
     assert guarded.ended == {}
     pipe.close()
+
+
+def test_a_shortage_of_threads_is_no_violation() -> None:
+    """The search for the cause of an exit needs one."""
+    guarded = Guarded()
+    with guarded.guard(KEY, "exit"):
+        raise RuntimeError("can't start new thread")
+    assert guarded.ended == {}
+
+
+async def test_what_outlives_a_rank_does_not_hold_up_the_agent() -> None:
+    """It writes into the rank's pipe as fast as the agent reads."""
+    guarded, frames, data = Guarded(), list[Frame](), pack(Frame(body=body_of(r.RankErrored)))
+
+    def on_frame(frame: Frame) -> None:
+        frames.append(frame)
+        if len(frames) < 10_000:
+            with suppress(BrokenPipeError):
+                orphan.sendall(data)
+
+    pipe = Pipe(on_frame, lambda: guarded.guard(KEY, "pipe"))
+    with pipe.theirs.dup() as orphan:
+        pipe.started()
+        orphan.sendall(3 * data)
+        pipe.drain()
+    assert len(frames) == 3
+    assert guarded.ended == {}
 
 
 def test_old_marks_are_no_flood_of_stalls() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import resource
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from unicron.events.log.port import FilePart, FileRequest
+from unicron.workers.agent import output_files
 from unicron.workers.agent.output_files import PART_BYTES_MAX, read_part
 
 
@@ -49,3 +53,37 @@ def test_nothing_else_is_read(folder: Path) -> None:
     ):
         part = read(folder, path)
         assert (part.data, bool(part.error)) == (b"", True), path
+
+
+class Requests:
+    """The requests that an agent gets, and its answers."""
+
+    def __init__(self, *requests: FileRequest) -> None:
+        self.requests, self.answers = list(requests), list[FilePart]()
+
+    async def file_request(self, node: str, wait_s: float) -> FileRequest | None:
+        await asyncio.sleep(0.01)
+        return self.requests.pop(0) if self.requests else None
+
+    async def send_file(self, node: str, part: FilePart) -> None:
+        self.answers.append(part)
+
+
+async def test_a_shortage_of_descriptors_does_not_end_the_answers(folder: Path) -> None:
+    log = folder / "5-job" / "rank-0.attempt-1.log"
+    trial = FileRequest(number="1", path="", offset=0, slots=(0,))
+    requests = Requests(trial, FileRequest(number="2", path=str(log), offset=0))
+    serving = asyncio.create_task(output_files.serve(cast(Any, requests), "n1", folder, ["0"]))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        while len(requests.requests) == 2:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    async with asyncio.timeout(20):
+        while not requests.answers and not serving.done():
+            await asyncio.sleep(0.01)
+    assert [part.number for part in requests.answers] == ["2"]
+    serving.cancel()

@@ -391,10 +391,12 @@ def test_a_log_that_is_emptied_or_renamed_is_still_read(log: Path, reader: Outpu
     assert (report.iteration, again and again.iteration) == (2, 3)
 
 
-def test_a_missing_log_is_logged_and_is_no_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["nowhere", "pipe"])
+def test_a_log_that_cannot_be_read_is_logged_and_is_no_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    reader = OutputReader(order(), tmp_path / "nowhere", 0)
+    os.mkfifo(tmp_path / "pipe")
+    reader = OutputReader(order(), tmp_path / name, 0)
     assert reader.look() is None
     assert list(reader.end()) == []
     assert "cannot be read" in capsys.readouterr().out

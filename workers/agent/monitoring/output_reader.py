@@ -256,7 +256,8 @@ class OutputReader:
         self._is_other_batch = False
         self._fd = -1
         try:
-            self._fd = os.open(log_path, os.O_RDONLY | os.O_CLOEXEC)
+            # The process may have put a pipe there.
+            self._fd = os.open(log_path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             self._give_up(error)
 

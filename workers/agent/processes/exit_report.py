@@ -267,10 +267,15 @@ class ExitReporter:
         return _exited(order, process, how, cause._replace(line=redact(cause.line)), tail)
 
     def report_without_output(
-        self, order: StartRank, process: Process, how: Exit, known: str
+        self, order: StartRank, process: Process, how: Exit, known: str | None
     ) -> RankExited:
-        """The report if the search has failed."""
-        return _exited(order, process, how, _cause_of_agent(known or describe_exit(how)), "")
+        """The report if the search has failed. `known` as for `report`."""
+        cause = (
+            _cause_of_agent(known)
+            if known is not None
+            else NOTHING._replace(line=describe_exit(how))
+        )
+        return _exited(order, process, how, cause, "")
 
     def _find_cause(
         self,

@@ -1,8 +1,10 @@
 """Removes outputs of processes that have ended, the oldest first, so that they stay bounded."""
 
 import fcntl
+import math
 import os
 import re
+import stat
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -60,13 +62,14 @@ def remove_oldest(logs: Path) -> None:
         ended = [
             output.path for output in _outputs(logs.glob("*/rank-*.log")) if _is_old(output.path)
         ]
-        ended.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+        ended.sort(key=_written_s, reverse=True)
         taken, allowed = 0, allowed_bytes(logs, 1 << 62)
         for path in ended:
-            taken += _bytes_of(path)
-            if taken > allowed and not _is_used(path):
-                _remove(path, path.parent)
-                _remove_empty(path.parent)
+            with suppress(OSError):  # that of another user holds up no others
+                taken += _bytes_of(path)
+                if taken > allowed and not _is_used(path):
+                    _remove(path, path.parent)
+                    _remove_empty(path.parent)
 
 
 def _remove_empty(folder: Path) -> None:
@@ -87,7 +90,17 @@ def _outputs(paths: Iterable[Path]) -> list[_Output]:
 
 
 def _is_old(path: Path) -> bool:
-    return time.time() - path.stat().st_mtime > AGE_S_MIN
+    return time.time() - _written_s(path) > AGE_S_MIN
+
+
+def _written_s(path: Path) -> float:
+    """When a regular file was written, in seconds since 1970; for anything else, or if it is gone,
+    infinite: that is left alone."""
+    with suppress(OSError):
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode):
+            return status.st_mtime
+    return math.inf
 
 
 def _is_used(path: Path) -> bool:

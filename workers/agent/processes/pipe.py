@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 
@@ -75,7 +76,10 @@ class Pipe:
             self._pause = self._loop.call_later(s, self._end_pause)
 
     def drain(self) -> None:
-        """Read everything that the rank wrote before it exited, then close."""
+        """Read everything that the rank wrote before it exited, then close. Its descendants cannot
+        add to it any more: they could do so for ever."""
+        with suppress(OSError):  # it is closed
+            self._ours.shutdown(socket.SHUT_RD)
         while self._open:
             self._read(is_last=True)
 

@@ -16,7 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from ....events.bounded_file import ASIDE
+from ....events.bounded_file import ASIDE, HEAD_BYTES, TAIL_BYTES
+from ....events.regular_files import open_regular
 from ...host import linux, rank_cgroups
 from . import former_outputs
 from .shim import OUTPUT, ZYGOTE, Shim
@@ -150,7 +151,7 @@ class Process:
             pid = zygote.fork(
                 {**env, marker[0]: marker[1]}, str(cgroup or ""), log.fileno(), *files
             )
-        parent.hold(key, note(log_start), held, pid)
+            parent.hold(key, note(log_start), held, pid)
         entry = f"{marker[0]}={marker[1]}".encode()
         return cls(pid, output.path, log_start, entry, parent, key, cgroup)
 
@@ -236,14 +237,15 @@ class Process:
     def output(self, bytes_max: int) -> bytes:
         """The end of this attempt's output, also of what was before it began anew. Raises
         OSError."""
-        with self.log_path.open("rb") as log:
+        with open_regular(self.log_path) as log:  # its process may have put a pipe there
             end = log.seek(0, os.SEEK_END)
             begin = self.log_start if self.log_start <= end else 0  # the file was truncated
             log.seek(max(begin, end - bytes_max))
             data = log.read(bytes_max)
         aside = self.log_path.with_name(self.log_path.name + ASIDE)
         if len(data) < bytes_max and aside.exists():
-            data = (aside.read_bytes() + data)[-bytes_max:]
+            with open_regular(aside) as log:
+                data = (log.read(HEAD_BYTES + 2 * TAIL_BYTES) + data)[-bytes_max:]
         return data
 
     def close(self) -> None:

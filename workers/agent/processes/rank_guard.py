@@ -8,6 +8,7 @@ from typing import Literal
 import structlog
 
 from ....events.process_io import Seldom
+from ....events.shortage import is_shortage
 from ...ipc.violation import Violation
 from .shim import ShimLost
 
@@ -18,16 +19,14 @@ Part = Literal["pipe", "page", "output", "exit"]
 TRACE_S = 10.0
 """Time between two traces in the agent's log."""
 TRACE_LINES_NUM = 10
-_log = structlog.get_logger("agent")
-
-
 _traces = Seldom(TRACE_S)
+_log = structlog.get_logger("agent")
 
 
 class RankGuard:
     """The body of its `with` handles what a rank says. An exception there ends neither the agent
     nor another rank: the rank has violated the protocol, and `end` ends it, with why; then the code
-    behind the `with` goes on. A fault of the machine (OSError, MemoryError) is no violation: only
+    behind the `with` goes on. A fault of the machine (OSError, or a shortage) is no violation: only
     the rest of the body is left out. ShimLost is raised."""
 
     def __init__(self, end: Callable[[Key, str], None], key: Key, part: Part) -> None:
@@ -46,7 +45,7 @@ class RankGuard:
             return False
         if not isinstance(error, Violation):
             self._log(error)
-        if not isinstance(error, OSError | MemoryError):
+        if not isinstance(error, OSError) and not is_shortage(error):
             is_said = isinstance(error, Violation)
             why = str(error) if is_said else f"{type(error).__name__}: {error}"
             self._end(self._key, f"it violated the {self._part} protocol: {why}")

@@ -110,6 +110,11 @@ class RankAttempt:
     def key(self) -> Key:
         return self.order.task, self.order.rank, self.order.attempt
 
+    @property
+    def why_ended(self) -> str | None:
+        """Why the agent has ended the process; "": by order; None: it has not."""
+        return self.note.fault or ("" if self.stop_at is not None else None)
+
     async def until_end(self) -> Exit:
         """Wait until the process has ended. Kill it at the end of the grace period."""
         process, loop = self.process, asyncio.get_running_loop()

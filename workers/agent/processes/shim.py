@@ -65,6 +65,8 @@ class Shim:
         self.pids: dict[str, int] = {}
         """The processes that it holds, by key."""
         reply = self._call(shim.Attach(), self._changed)
+        if reply.error:
+            raise ShimLost(f"the shim cannot be used now: {reply.error}")
         self.pid, self.contains = reply.pid, reply.contains
         for _ in range(reply.num):
             held, files = shim.receive(self._connection, _helds)
@@ -148,8 +150,10 @@ class Shim:
         return reply.pid
 
     def hold(self, key: str, note: bytes, files: Sequence[int] = (), pid: int = 0) -> None:
-        """Hold files, and a child of the shim that it has not started itself."""
-        self._call(shim.Held(key, note, pid), *files)
+        """Hold files, and a child of the shim that it has not started itself. Raises OSError."""
+        reply = self._call(shim.Held(key, note, pid), *files)
+        if reply.error:
+            raise OSError(reply.error)
         if pid:
             self.pids[key] = pid
 
