@@ -95,6 +95,50 @@ async def serving(server: Server, folder: Path) -> AsyncIterator[Site]:
     await log.close()
 
 
+async def test_a_process_that_hangs_is_ended_and_started_again(
+    own_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits for it is told to ask again, and is answered then; a stream ends."""
+    monkeypatch.setattr(reads, "SILENT_S_MAX", 2.0)
+    async with serving(own_server, tmp_path) as site:
+        assert (await site.get("/v1/state"))[0] == 200
+        hung = site.pid
+        stream = asyncio.create_task(site.get("/v1/log?follow=1"))
+        await asyncio.sleep(0.5)
+        os.kill(hung, signal.SIGSTOP)
+        async with asyncio.timeout(20.0):
+            status, again, body = await site.get("/v1/state")
+        assert (status, again) == (503, "1")
+        assert b"reads are not answered at the moment" in body
+        with pytest.raises(aiohttp.ClientError):
+            await stream
+        async with asyncio.timeout(5.0):
+            while Path(f"/proc/{hung}").exists():
+                await asyncio.sleep(0.05)
+        assert (await site.get("/v1/state"))[0] == 200
+        assert site.pid != hung
+
+
+async def test_a_process_that_is_slow_or_was_stopped_for_a_moment_goes_on(
+    own_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit acts on silence of the process alone, and on the second look."""
+    monkeypatch.setattr(reads, "SILENT_S_MAX", 3.0)
+    async with serving(own_server, tmp_path) as site:
+        assert (await site.get("/v1/state"))[0] == 200
+        first = site.pid
+        os.kill(first, signal.SIGSTOP)
+        asked = asyncio.create_task(site.get("/v1/state"))
+        await asyncio.sleep(3.5)
+        os.kill(first, signal.SIGCONT)
+        assert (await asked)[0] == 200
+        stream = asyncio.create_task(site.get("/v1/log?follow=1"))
+        await asyncio.sleep(7.0)
+        assert not stream.done()
+        stream.cancel()
+        assert site.pid == first
+
+
 async def test_each_token_has_its_own_places_also_in_the_process(
     own_server: Server, tmp_path: Path
 ) -> None:
@@ -120,3 +164,23 @@ async def test_each_token_has_its_own_places_also_in_the_process(
         for stream in streams:
             stream.cancel()
         assert not [stream.result() for stream in done]
+
+
+async def test_many_agents_of_the_former_release_leave_reads_answered(
+    own_server: Server, tmp_path: Path
+) -> None:
+    async with serving(own_server, tmp_path) as site:
+        old = site.coordinator._leader.old_agents  # pyright: ignore[reportPrivateUsage]
+        old.update(f"node-{number:05d}.rack-{number % 40}.example" for number in range(4_000))
+        status, _, body = await site.get("/v1/state")
+        assert status == 200, body
+        assert body.count(b"rack-7.example") == 100
+
+
+async def test_after_its_end_no_read_starts_it_again(own_server: Server, tmp_path: Path) -> None:
+    async with serving(own_server, tmp_path) as site:
+        assert (await site.get("/v1/state"))[0] == 200
+        await asyncio.sleep(reads.START_EVERY_S)
+        await site.process.stop()
+        status, _, body = await site.get("/v1/state")
+        assert (status, b"the control plane stops" in body) == (503, True)
