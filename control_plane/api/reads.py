@@ -19,6 +19,7 @@ import aiohttp
 import msgspec
 import structlog
 from aiohttp import web
+from aiohttp.typedefs import StrOrURL
 
 from ...events import unix_socket
 from ...events.decoding import from_json
@@ -194,7 +195,7 @@ class ReadProcess:
 
     async def gauges(self) -> Gauges:
         """As gauges_of. Raises LogError."""
-        async with await self._ask("GET", GAUGES, b"", {}) as reply:
+        async with await self._ask("GET", f"http://localhost{GAUGES}", b"", {}) as reply:
             try:
                 data = await reply.read()
             except aiohttp.ClientError as error:
@@ -204,7 +205,7 @@ class ReadProcess:
         return from_json(data, Gauges)
 
     async def _ask(
-        self, method: str, path: str, body: bytes, headers: dict[str, str]
+        self, method: str, url: StrOrURL, body: bytes, headers: dict[str, str]
     ) -> aiohttp.ClientResponse:
         """Raises ReadsAway, or LogError as `settled`."""
         session, told = await self._ready()
@@ -213,9 +214,7 @@ class ReadProcess:
             TOLD: msgspec.json.encode(told).decode(),
         }
         try:
-            return await session.request(
-                method, f"http://localhost{path}", data=body or None, headers=headers
-            )
+            return await session.request(method, url, data=body or None, headers=headers)
         except aiohttp.ClientError as error:
             raise _away(error) from None
 
@@ -226,7 +225,14 @@ class ReadProcess:
         client may read no more, else nothing. Raises ReadsAway, or LogError as `settled`."""
         async with await self._ask(
             request.method,
-            request.raw_path,
+            # As it is: what was let pass here must not become another path.
+            request.rel_url.build(
+                scheme="http",
+                host="localhost",
+                path=request.rel_url.raw_path,
+                query_string=request.rel_url.raw_query_string,
+                encoded=True,
+            ),
             await request.read(),
             {name: request.headers[name] for name in ASKED if name in request.headers},
         ) as reply:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -184,3 +185,25 @@ async def test_after_its_end_no_read_starts_it_again(own_server: Server, tmp_pat
         await site.process.stop()
         status, _, body = await site.get("/v1/state")
         assert (status, b"the control plane stops" in body) == (503, True)
+
+
+async def asked_as_is(site: Site, target: str) -> bytes:
+    """The answer to a request with this target, whatever a client would make of it."""
+    at = urlsplit(site.url)
+    reader, writer = await asyncio.open_connection(at.hostname, at.port)
+    head = f"Host: {at.netloc}\r\nAuthorization: Bearer secret\r\nConnection: close"
+    writer.write(f"GET {target} HTTP/1.1\r\n{head}\r\n\r\n".encode())
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+async def test_the_process_gets_the_path_that_the_control_plane_has_let_pass(
+    own_server: Server, tmp_path: Path
+) -> None:
+    async with serving(own_server, tmp_path) as site:
+        whole = await asked_as_is(site, f"{site.url}/v1/tasks?limit=1")
+        assert whole.startswith(b"HTTP/1.1 200"), whole
+        dots = await asked_as_is(site, "/v1/tasks/%2e%2e")
+        assert dots.startswith(b"HTTP/1.1 400"), dots
+        assert b"'..' is not a number" in dots
