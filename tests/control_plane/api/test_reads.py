@@ -168,11 +168,11 @@ async def test_each_token_has_its_own_places_also_in_the_process(
 
 
 async def test_many_agents_of_the_former_release_leave_reads_answered(
-    own_server: Server, tmp_path: Path
+    own_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    old = {f"node-{number:05d}.rack-{number % 40}.example" for number in range(4_000)}
+    monkeypatch.setattr(Coordinator, "old_agents", old)
     async with serving(own_server, tmp_path) as site:
-        old = site.coordinator._leader.old_agents  # pyright: ignore[reportPrivateUsage]
-        old.update(f"node-{number:05d}.rack-{number % 40}.example" for number in range(4_000))
         status, _, body = await site.get("/v1/state")
         assert status == 200, body
         assert body.count(b"rack-7.example") == 100

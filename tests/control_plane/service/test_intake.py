@@ -379,6 +379,24 @@ async def test_a_report_on_which_the_decider_fails_is_passed_over(
     assert (num_failed, base64.b64decode(lines[-1]["data"])) == (60, b"junk")
 
 
+async def test_an_agent_of_the_former_release_is_named_until_it_leaves(own_server: Server) -> None:
+    identities = Identities(bytes(SECRET_BYTES), CLUSTER)
+    log = RedisLog(own_server.url, CLUSTER, identities.key)
+    left = reported(r.NodeLeft(node="n1", incarnation=1, reason=""), number=2)
+    try:
+        async with leading(log, clock=real_clock) as leader:
+            push(own_server, [signed(identities, reported(joined()))])
+            await joined_state(leader, "n1")
+            assert leader.old_agents == {"n1"}
+            push(own_server, [signed(identities, left)])
+            async with asyncio.timeout(10.0):
+                while (await leader.settled()).nodes["n1"].health != "left":
+                    await asyncio.sleep(0.05)
+            assert not leader.old_agents
+    finally:
+        await log.close()
+
+
 class Failing:
     """The decider, which fails on every seventh report of an agent or so, always on the same ones:
     in the middle of the fold, of the decisions, or with a record that no log can hold."""
