@@ -28,9 +28,9 @@ from ...events.log.identity import SECRET_BYTES, Identities
 from ...events.log.port import ReaderPort
 from ...events.log.redis_streams import RedisLog
 from ...events.log.segments import Folder
+from ...events.process_log import configure_logging
 from ..fold.fold import fold
 from ..service.coordinator import Coordinator
-from ..service.process_log import configure_logging
 from ..service.tail import PAGE_RECORDS_MAX, Tail
 from ..state.cluster import ClusterState, decode_state
 from .connections import ConnectionLimits, Listener
