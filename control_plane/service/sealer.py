@@ -15,13 +15,11 @@ from ...events.process_io import Seldom
 from ...events.records.codec import encode_record
 from ...events.records.envelope import Record
 from . import snapshots, usage_files
-from .leader import Leader
+from .leader import PAGE_RECORDS_MAX, Leader
 
 POLL_S = 1.0
 SEGMENT_BYTES_MAX = 64 << 20
 """Records of so many bytes end a segment; readers refuse one that is much larger."""
-PAGE_RECORDS_MAX = 256
-"""Read at a time: a record may have a megabyte."""
 FAILED_LOG_S = 60.0
 _logger = structlog.get_logger("control_plane")
 
