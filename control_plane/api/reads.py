@@ -297,7 +297,8 @@ async def _watch(process: Process) -> None:
     _logger.error(
         "the process that answers reads hangs, and is ended", pid=process.pid, silent_s=2 * limit_s
     )
-    process.kill()
+    with suppress(ProcessLookupError):
+        process.kill()
 
 
 def _away(error: aiohttp.ClientError) -> ReadsAway:

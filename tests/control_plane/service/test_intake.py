@@ -34,7 +34,7 @@ from unicron.events.log.identity import (
     sign_report,
 )
 from unicron.events.log.intake import report_fault
-from unicron.events.log.port import Rejected
+from unicron.events.log.port import Batch, Rejected
 from unicron.events.log.redis_streams import LIST_NUM_MAX, RedisLog
 from unicron.events.records import codec
 from unicron.events.records import reports as r
@@ -377,6 +377,31 @@ async def test_a_report_on_which_the_decider_fails_is_passed_over(
         lines[-1]["why"],
     ]
     assert (num_failed, base64.b64decode(lines[-1]["data"])) == (60, b"junk")
+
+
+async def test_a_lack_of_memory_while_it_reads_ends_no_leader(
+    own_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = RedisLog(own_server.url, CLUSTER, Identities(bytes(SECRET_BYTES), CLUSTER).key)
+    take, num_failed = log.take, 0
+
+    async def failing(**named: Any) -> Batch:
+        nonlocal num_failed
+        num_failed += 1
+        if num_failed < 3:
+            raise MemoryError
+        return await take(**named)
+
+    try:
+        async with leading(log, clock=real_clock) as leader:
+            monkeypatch.setattr(log, "take", failing)
+            await log.admit({"n1": 1})
+            await log.send([reported(joined())])
+            await joined_state(leader, "n1")
+            assert leader.epoch == 1
+    finally:
+        await log.close()
+    assert num_failed >= 3
 
 
 async def test_an_agent_of_the_former_release_is_named_until_it_leaves(own_server: Server) -> None:
