@@ -422,6 +422,39 @@ async def test_an_agent_of_the_former_release_is_named_until_it_leaves(own_serve
         await log.close()
 
 
+async def test_a_report_that_raises_is_one_dead_letter_also_in_turns_that_end_early(
+    own_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The turn after it ends before it: decisions take long then."""
+    advance, num_failed = leader_module.advance, 0
+
+    def failing(state: ClusterState, report: Report, **named: Any) -> list[Record]:
+        nonlocal num_failed
+        if isinstance(report.body, r.NodeLeft):
+            num_failed += 1
+            raise KeyError("a fault of the decider")
+        if num_failed:
+            time.sleep(0.15)
+        return advance(state, report, **named)
+
+    monkeypatch.setattr(leader_module, "advance", failing)
+    log = RedisLog(own_server.url, CLUSTER, Identities(bytes(SECRET_BYTES), CLUSTER).key)
+    left = r.NodeLeft(node="n1", incarnation=1, reason="")
+    errs = r.HealthChanged(node="n1", incarnation=1, check="x", health="degraded", why="")
+    try:
+        async with leading(log, clock=real_clock) as leader:
+            await log.admit({"n1": 1})
+            healthy = [reported(errs, number=number) for number in (2, 3)]
+            await log.send([reported(joined()), *healthy, reported(left, number=4)])
+            async with asyncio.timeout(20.0):
+                while await log.acked("n1/1") < 4:
+                    await asyncio.sleep(0.05)
+            assert (await leader.settled()).reports_lost == 1
+    finally:
+        await log.close()
+    assert num_failed == 1
+
+
 class Failing:
     """The decider, which fails on every seventh report of an agent or so, always on the same ones:
     in the middle of the fold, of the decisions, or with a record that no log can hold."""
