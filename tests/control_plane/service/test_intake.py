@@ -298,7 +298,7 @@ async def test_a_flood_of_one_node_holds_up_no_other(own_server: Server) -> None
             await log.send([reported(joined("evil"), "evil/1")])
             await joined_state(leader, "evil")
             errs = r.HealthChanged(
-                node="evil", incarnation=1, check="x", health="ok", why="y" * 200
+                node="evil", incarnation=1, check="x", health="degraded", why="y" * 200
             )
             flood = [signed(identities, reported(errs, "evil/1", 2 + n)) for n in range(20_000)]
             for _ in range(4 * LIST_NUM_MAX // len(flood)):
