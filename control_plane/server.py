@@ -26,6 +26,7 @@ from ..events.log.identity import SECRET_BYTES, Identities, new_secret
 from ..events.log.redis_streams import RedisLog
 from ..events.log.segments import Folder
 from ..events.private_files import read_private, write_private
+from ..events.process_log import configure_logging
 from ..events.records.envelope import Record
 from ..events.shortage import outlast
 from ..events.spec.policy import Policy
@@ -41,7 +42,6 @@ from .api.tokens import Tokens, share
 from .service import server_relay
 from .service.coordinator import Coordinator
 from .service.dead_letters import DeadLetters
-from .service.process_log import configure_logging
 from .service.room import Room
 from .service.server_certificate import ServerCertificate
 from .state.cluster import ClusterState

@@ -36,6 +36,8 @@ class ConnectionLimits(Struct, frozen=True, kw_only=True):
     """Connections through the relay to the log's server; 0: there is no relay."""
     headers_s_max: float = 10.0
     """Also of a TLS handshake, and the longest time without a request on an open connection."""
+    header_bytes_max: int = 8_190
+    """Of one header."""
     log_every_s: float = 10.0
     """At most one line about malformed requests in this time."""
 
@@ -57,6 +59,7 @@ class Connection(web.RequestHandler):
             access_log=cast(Any, None),
             keepalive_timeout=limits.headers_s_max,
             lingering_time=0.0,  # a refused body is not read
+            max_field_size=limits.header_bytes_max,
             auto_decompress=False,
         )  # the API takes no compressed bodies
         self._listener = listener

@@ -12,7 +12,7 @@ import time
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -133,13 +133,14 @@ class HttpApi:
         file: str = "",
     ) -> None:
         """`folder`: where the log's snapshots are. `ca`: the digest of the authority of the
-        certificate in use. `reads`: answers reads; None: this process does. `file`: the log is that
-        file, of the past."""
+        certificate in use. `reads`: answers reads, so many at a time for each token; None: this
+        process does, without a limit. `file`: the log is that file, of the past."""
         self._routes = routes
         self._coordinator, self._log, self._folder = coordinator, log, folder
         self._metrics = metrics
         self._tokens, self._address = tokens, address
-        self._identities, self._ca, self._reads = identities, ca, Reads(reads)
+        self._identities, self._ca = identities, ca
+        self._reads = Reads(reads) if reads is not None else None
         self.sessions, self._timeline, self._file = Sessions(once=not file), timeline, file
         self._names = {"localhost", socket.gethostname().lower(), *map(str.lower, address.names)}
         self._what_ifs = WhatIfs()
@@ -181,12 +182,10 @@ class HttpApi:
         query = requests.convert(dict(request.query), route.query, strict=False)
         body = requests.convert(await _body(request), route.body) if route.body else None
         call = Call(request, query, body, next(iter(request.match_info.values()), ""))
-        if not route.is_read:
+        if self._reads is None or not route.is_read:
             return _response(await route.handler(self, call))
         is_stream = isinstance(query, messages.LogQuery) and _is_stream(request, query)
         async with self._reads.place(call.caller.name, is_stream=is_stream):
-            if self._reads.process is None:
-                return _response(await route.handler(self, call))
             return await self._reads.process.answer(
                 request, partial(self._last_line, request) if is_stream else None
             )
@@ -256,12 +255,12 @@ class HttpApi:
         return shown
 
     async def metrics(self, call: Call[Nothing, None]) -> web.Response:
-        process = self._reads.process
-        async with self._reads.place(call.caller.name):
+        reads = self._reads
+        async with reads.place(call.caller.name) if reads is not None else nullcontext():
             body, content_type = await self._metrics.scrape(
                 self._coordinator,
                 self._log,
-                partial(gauges_of, self._coordinator) if process is None else process.gauges,
+                partial(gauges_of, self._coordinator) if reads is None else reads.process.gauges,
                 call.request.headers.get("Accept", ""),
             )
         return web.Response(body=body, headers={"Content-Type": content_type})

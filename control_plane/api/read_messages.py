@@ -10,6 +10,10 @@ TOLD = "Unicron-Told"
 GAUGES = "/gauges"
 """What the process answers besides the API: the gauges of /metrics."""
 LENGTH_BYTES = 8
+ALIVE_S = 1.0
+"""The process writes a byte to its standard output so often."""
+TOLD_BYTES_MAX = 1 << 20
+"""Of the header: it may name thousands of nodes."""
 
 
 class Begin(Struct, frozen=True, kw_only=True):

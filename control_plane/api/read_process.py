@@ -3,7 +3,8 @@
 It folds the log along, up to the last record that the control plane has acknowledged, and serves
 the API's reads on a unix socket.
 Its argument is the number of the socket, which listens. Its standard input begins with `Begin`;
-then each `Told` says how far the log is. It ends with that input.
+then each `Told` says how far the log is. It ends with that input. On its standard output it says
+that it runs.
 """
 
 import asyncio
@@ -27,15 +28,15 @@ from ...events.log.identity import SECRET_BYTES, Identities
 from ...events.log.port import ReaderPort
 from ...events.log.redis_streams import RedisLog
 from ...events.log.segments import Folder
+from ...events.process_log import configure_logging
 from ..fold.fold import fold
 from ..service.coordinator import Coordinator
-from ..service.process_log import configure_logging
 from ..service.tail import PAGE_RECORDS_MAX, Tail
 from ..state.cluster import ClusterState, decode_state
-from .connections import Listener
+from .connections import ConnectionLimits, Listener
 from .http import HttpApi
 from .metrics import Metrics, gauges_of
-from .read_messages import GAUGES, LENGTH_BYTES, TOLD, Begin, Told
+from .read_messages import ALIVE_S, GAUGES, LENGTH_BYTES, TOLD, TOLD_BYTES_MAX, Begin, Told
 from .routes import ROUTES
 from .tokens import Tokens
 
@@ -164,6 +165,7 @@ async def _serve() -> None:
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(told), transport
     )
+    alive = asyncio.create_task(_say_alive())
     with suppress(asyncio.IncompleteReadError):
         begin = from_msgpack(await _frame(told), Begin)
         folder = Folder(begin.folder, begin.cluster)
@@ -184,7 +186,8 @@ async def _serve() -> None:
             ca=lambda: followed.ca,
             folder=folder,
         )
-        listener = Listener(_hearing(api.app(), followed), stop_s_max=STOP_S_MAX)
+        limits = ConnectionLimits(header_bytes_max=TOLD_BYTES_MAX)
+        listener = Listener(_hearing(api.app(), followed), stop_s_max=STOP_S_MAX, limits=limits)
         try:
             await listener.start_at(socket.socket(fileno=int(sys.argv[1])))
             opened_s = -math.inf
@@ -197,8 +200,17 @@ async def _serve() -> None:
                     await followed.settled()
         finally:
             followed.tail.stop()
+            alive.cancel()
             await listener.stop()
             await log.close()
+
+
+async def _say_alive() -> None:
+    os.set_blocking(sys.stdout.fileno(), False)  # nobody may read it for a time
+    while True:
+        with suppress(OSError):
+            os.write(sys.stdout.fileno(), b".")
+        await asyncio.sleep(ALIVE_S)
 
 
 def _hearing(app: web.Application, followed: FollowedLog) -> web.Application:

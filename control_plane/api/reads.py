@@ -17,7 +17,9 @@ from pathlib import Path
 
 import aiohttp
 import msgspec
+import structlog
 from aiohttp import web
+from aiohttp.typedefs import StrOrURL
 
 from ...events import unix_socket
 from ...events.decoding import from_json
@@ -45,12 +47,17 @@ TELL_S = 0.2
 """The process hears so often how far the log is, and with each request."""
 TELL_BYTES_MAX = 1 << 16
 """It hears nothing while so much waits to be read."""
+SILENT_S_MAX, BEGIN_S_MAX = 10.0, 30.0
+"""The process says every second that it runs. After so long without a word the control plane looks
+once more, for it may itself have been stopped; then it ends the process. BEGIN_S_MAX: until the
+first word."""
 CHECK_S = 5.0
 """How often a stream without records checks that its client is there and may still read."""
 HEADERS = ("Content-Type", "ETag", "Cache-Control")
 """Those of the process's answers that the client gets."""
 ASKED = ("Accept", "Content-Type", "Last-Event-ID")
 """Those of the client's request that the process gets."""
+_logger = structlog.get_logger("control_plane")
 
 
 class ReadsAway(Unavailable):
@@ -59,7 +66,7 @@ class ReadsAway(Unavailable):
 
 class ReadProcess:
     """The process (read_process.py), as its control plane sees it. The next read starts it again if
-    it has ended."""
+    it has ended; it is ended if it hangs."""
 
     def __init__(
         self, begin: Begin, coordinator: Coordinator, ca: Callable[[], str], socket: Path
@@ -70,6 +77,8 @@ class ReadProcess:
         self._process: Process | None = None
         self._started_s = -math.inf
         self._starting = asyncio.Lock()
+        self._watching: asyncio.Task[None] | None = None
+        self._is_stopped = False
         self._session: aiohttp.ClientSession | None = None
         self._state: ClusterState | None = None
         """The one that the process has got a copy of, which it folds along."""
@@ -81,7 +90,7 @@ class ReadProcess:
         if time.monotonic() - self._started_s < START_EVERY_S:
             raise ReadsAway("the process that answers reads starts again")
         self._started_s = time.monotonic()
-        await self.stop()
+        await self._end()
         path = unix_socket.address(self._socket)
         try:
             with socket.socket(socket.AF_UNIX) as listening:
@@ -93,10 +102,12 @@ class ReadProcess:
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-P", "-m", PROGRAM, str(number)),
                     stdin=PIPE,
+                    stdout=PIPE,
                     pass_fds=[number],
                 )
         except OSError as error:
             raise ReadsAway(f"no process can be started that answers reads ({error})") from None
+        self._watching = asyncio.create_task(_watch(self._process))
         self._send(self._begin)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.UnixConnector(path, limit=0, keepalive_timeout=KEPT_S),
@@ -105,9 +116,17 @@ class ReadProcess:
         )
 
     async def stop(self) -> None:
-        """End the process."""
+        """End the process for good: reads are refused from now on."""
+        self._is_stopped = True
+        async with self._starting:
+            await self._end()
+
+    async def _end(self) -> None:
         process, session = self._process, self._session
         self._process = self._session = self._state = None
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
         if self._due is not None:
             self._due.cancel()
             self._due = None
@@ -161,26 +180,32 @@ class ReadProcess:
         """A session with the process, and what it is told with a request. Raises ReadsAway, or
         LogError as `settled`."""
         async with self._starting:
+            if self._is_stopped:
+                raise ReadsAway("the control plane stops")
             if self._process is None or self._process.returncode is not None:
                 await self.start()
-            session = self._session
-            if session is None:
-                raise ReadsAway("the control plane stops")
-            state = await self._coordinator.settled()
-            if state is not self._state:
-                self._state, self._fold = state, self._fold + 1
-                self._send(self._told(encode_state(state)))
-            return session, self._told()
+        state = await self._coordinator.settled()
+        session = self._session
+        if session is None:
+            raise ReadsAway("the process that answers reads starts again")
+        if state is not self._state:
+            self._state, self._fold = state, self._fold + 1
+            self._send(self._told(encode_state(state)))
+        return session, self._told()
 
     async def gauges(self) -> Gauges:
         """As gauges_of. Raises LogError."""
-        async with await self._ask("GET", GAUGES, b"", {}) as reply:
-            if reply.status == HTTPStatus.OK:
-                return from_json(await reply.read(), Gauges)
-        raise ReadsAway(f"the process that answers reads refuses: {reply.status}")
+        async with await self._ask("GET", f"http://localhost{GAUGES}", b"", {}) as reply:
+            try:
+                data = await reply.read()
+            except aiohttp.ClientError as error:
+                raise _away(error) from None
+        if reply.status != HTTPStatus.OK:
+            raise ReadsAway(f"the process that answers reads refuses: {reply.status}")
+        return from_json(data, Gauges)
 
     async def _ask(
-        self, method: str, path: str, body: bytes, headers: dict[str, str]
+        self, method: str, url: StrOrURL, body: bytes, headers: dict[str, str]
     ) -> aiohttp.ClientResponse:
         """Raises ReadsAway, or LogError as `settled`."""
         session, told = await self._ready()
@@ -189,11 +214,9 @@ class ReadProcess:
             TOLD: msgspec.json.encode(told).decode(),
         }
         try:
-            return await session.request(
-                method, f"http://localhost{path}", data=body or None, headers=headers
-            )
+            return await session.request(method, url, data=body or None, headers=headers)
         except aiohttp.ClientError as error:
-            raise ReadsAway(f"reads are not answered at the moment ({error})") from None
+            raise _away(error) from None
 
     async def answer(
         self, request: web.Request, ended: Callable[[], bytes] | None
@@ -202,7 +225,14 @@ class ReadProcess:
         client may read no more, else nothing. Raises ReadsAway, or LogError as `settled`."""
         async with await self._ask(
             request.method,
-            request.raw_path,
+            # As it is: what was let pass here must not become another path.
+            request.rel_url.build(
+                scheme="http",
+                host="localhost",
+                path=request.rel_url.raw_path,
+                query_string=request.rel_url.raw_query_string,
+                encoded=True,
+            ),
             await request.read(),
             {name: request.headers[name] for name in ASKED if name in request.headers},
         ) as reply:
@@ -218,7 +248,7 @@ class ReadProcess:
                     if ended is None
                     else _pass_on_stream(reply, response, request, ended)
                 )
-            except aiohttp.ClientPayloadError:  # the process has ended: the client must see it
+            except aiohttp.ClientError:  # the process has ended: the client must see it
                 if request.transport is not None:
                     request.transport.abort()
         return response
@@ -227,7 +257,7 @@ class ReadProcess:
 class Reads:
     """How many reads each token has in progress, and the process that answers them."""
 
-    def __init__(self, process: ReadProcess | None) -> None:
+    def __init__(self, process: ReadProcess) -> None:
         self.process = process
         self._free: dict[tuple[str, int], asyncio.Semaphore] = {}
 
@@ -250,6 +280,29 @@ class Reads:
             yield
         finally:
             asyncio.get_running_loop().call_later(REST_S, free.release)
+
+
+async def _watch(process: Process) -> None:
+    """End the process when it says nothing any more: whoever waits for it is told so."""
+    limit_s, num_silent = BEGIN_S_MAX, 0
+    assert process.stdout is not None
+    while num_silent < 2:
+        try:
+            async with asyncio.timeout(limit_s):
+                if not await process.stdout.read(1 << 10):
+                    return  # it has ended
+            limit_s, num_silent = SILENT_S_MAX, 0
+        except TimeoutError:
+            num_silent += 1
+    _logger.error(
+        "the process that answers reads hangs, and is ended", pid=process.pid, silent_s=2 * limit_s
+    )
+    with suppress(ProcessLookupError):
+        process.kill()
+
+
+def _away(error: aiohttp.ClientError) -> ReadsAway:
+    return ReadsAway(f"reads are not answered at the moment ({error})")
 
 
 async def _pass_on(reply: aiohttp.ClientResponse, response: web.StreamResponse) -> None:

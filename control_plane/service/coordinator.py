@@ -160,7 +160,12 @@ class Coordinator:
     @property
     def old_agents(self) -> set[str]:
         """Nodes whose agents are of release 0.3.0: they share one list of reports."""
-        return self._leader.old_agents if self.leading else set()
+        nodes = self._leader.state.nodes
+        return {
+            name
+            for name in self._leader.old_agents
+            if self.leading and name in nodes and nodes[name].health != "left"
+        }
 
     @property
     def num_spooled(self) -> int:

@@ -98,6 +98,8 @@ class Intake:
             read = error
         except TimeoutError:
             read = Unavailable("the intake does not answer")
+        except MemoryError:  # it passes, and what was sent is still there
+            read = Unavailable("out of memory while the intake is read")
         self._read, self._reading = (after, read), None
         self._wake()
 

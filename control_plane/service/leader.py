@@ -257,7 +257,11 @@ class Leader:
             )
         if records:
             self._last = records[-1]
-            self._unfit.clear()
+            self._unfit = {
+                (source, number): lost
+                for (source, number), lost in self._unfit.items()
+                if number > self.state.sources.get(source, 0)  # a turn may end before it
+            }
         if cursor:
             self.position = cursor
         self._dead_letters.keep(rejected)  # only now: a turn that fails takes them again

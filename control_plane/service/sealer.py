@@ -12,11 +12,14 @@ from ...events.log.redis_streams import RedisLog
 from ...events.log.segments import Folder, SealedLog
 from ...events.object_storage import reason
 from ...events.process_io import Seldom
+from ...events.records.codec import encode_record
 from ...events.records.envelope import Record
 from . import snapshots, usage_files
-from .leader import Leader
+from .leader import PAGE_RECORDS_MAX, Leader
 
 POLL_S = 1.0
+SEGMENT_BYTES_MAX = 64 << 20
+"""Records of so many bytes end a segment; readers refuse one that is much larger."""
 FAILED_LOG_S = 60.0
 _logger = structlog.get_logger("control_plane")
 
@@ -75,17 +78,23 @@ class Sealer:
     async def _next_records(self, seq_max: int) -> list[Record]:
         """The records of the next segment, up to `seq_max`: whole reports, each with all of its
         decisions, so that a log that ends with a segment is one that a leader could have
-        written."""
+        written. As many as the policy says, or fewer if they are large."""
         num_max = self._leader.state.policy.seal_records
-        while True:
-            found = await self._log.read(after=self._log.sealed_seq, num_max=num_max + 1)
-            found = [one for one in found if one.seq <= seq_max]
-            if len(found) <= num_max:
-                return found
-            ends = [place for place, one in enumerate(found) if place and not one.cause]
-            if ends:
-                return found[: ends[-1]]
-            num_max *= 2  # a report with many decisions
+        found, num_whole, num_bytes = list[Record](), 0, 0
+        while page := await self._log.read(
+            after=self._log.sealed_seq + len(found), num_max=PAGE_RECORDS_MAX
+        ):
+            for record in page:
+                if not record.cause:
+                    num_whole = len(found)
+                is_full = len(found) >= num_max or num_bytes >= SEGMENT_BYTES_MAX
+                if num_whole and is_full:
+                    return found[:num_whole]
+                if record.seq > seq_max:
+                    return found
+                found.append(record)
+                num_bytes += len(encode_record(record))
+        return found
 
     async def _is_due(self) -> bool:
         """Whether the unsealed records are as many, or as old, as the policy allows."""

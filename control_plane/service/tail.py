@@ -5,9 +5,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 
 from ...events.log.port import ReaderPort
+from ...events.records.codec import encode_record
 from ...events.records.envelope import Record
 
 PAGE_RECORDS_MAX = 1_000
+KEPT_BYTES_MAX = 32 << 20
+"""Of the newest records, as the log has them: a node may report a megabyte at a time."""
 
 
 class Tail:
@@ -19,19 +22,28 @@ class Tail:
         """`idle_s`: a stream without records yields an empty page so often. `pause_s`: after each
         page, so that many streams share their work."""
         self._log, self._idle_s, self._pause_s = log, idle_s, pause_s
-        self._newest: deque[Record] = deque(maxlen=kept_num_max)
+        self._kept_num_max = kept_num_max
+        self._newest, self._sizes, self._num_bytes = deque[Record](), deque[int](), 0
         self._changed = asyncio.Event()
         self._stopped = False
 
     def add(self, records: Iterable[Record]) -> None:
         """The log has these records."""
-        self._newest.extend(records)
+        for record in records:
+            self._newest.append(record)
+            self._sizes.append(len(encode_record(record)))
+            self._num_bytes += self._sizes[-1]
+            while len(self._newest) > self._kept_num_max or self._num_bytes > KEPT_BYTES_MAX:
+                self._newest.popleft()
+                self._num_bytes -= self._sizes.popleft()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     def clear(self) -> None:
         """The log was folded anew."""
         self._newest.clear()
+        self._sizes.clear()
+        self._num_bytes = 0
 
     def stop(self) -> None:
         """End all streams."""

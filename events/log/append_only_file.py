@@ -62,16 +62,15 @@ def read(server: Path, cluster: str, after: int) -> Unsealed:
     key = f"{key_prefix(cluster)}log".encode()
     wires: dict[int, tuple[str, bytes]] = {}
     snapshot = ""
-    for path in files(server):
-        with _open(path) as file:
-            if not _is_list(file):
-                snapshot = path.name
-                continue
-            for command in _executed(_commands(file, path)):
-                if command[0].upper() == b"XADD" and command[1:2] == [key]:
-                    entry, wire = _added(command, path.name)
-                    if (seq := int(entry.partition("-")[2])) > after:
-                        wires[seq] = entry, wire
+    for path, commands in _walk(server):
+        if commands is None:
+            snapshot = path.name
+            continue
+        for command in _executed(commands):
+            if command[0].upper() == b"XADD" and command[1:2] == [key]:
+                entry, wire = _added(command, path.name)
+                if (seq := int(entry.partition("-")[2])) > after:
+                    wires[seq] = entry, wire
     first = min(wires, default=after + 1)
     if first > after + 1 and snapshot:
         raise UsageError(
@@ -93,13 +92,11 @@ def check(server: Path) -> str:
     them: the name of the snapshot, which is not checked; "": there is none. Raises UsageError,
     OSError."""
     snapshot = ""
-    for path in files(server):
-        with _open(path) as file:
-            if not _is_list(file):
-                snapshot = path.name
-                continue
-            for _ in _commands(file, path):
-                pass
+    for path, commands in _walk(server):
+        if commands is None:
+            snapshot = path.name
+        for _ in commands or ():
+            pass
     return snapshot
 
 
@@ -115,6 +112,13 @@ def files(server: Path) -> list[Path]:
         raise UsageError(f"{folder / MANIFEST} is not a manifest of a server", HINT)
     # history: the server is about to remove it
     return [folder / file[1] for file in named if file is not None and file[2] != "h"]
+
+
+def _walk(server: Path) -> Iterator[tuple[Path, Iterator[Command] | None]]:
+    """The files that a server reads, each with its commands; None: it is a snapshot."""
+    for path in files(server):
+        with _open(path) as file:
+            yield path, _commands(file, path) if _is_list(file) else None
 
 
 def _open(path: Path) -> BufferedReader:

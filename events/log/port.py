@@ -98,7 +98,7 @@ class ReaderPort(Protocol):
     """The interface of readers: the leader's fold, the CLI, tests."""
 
     async def read(self, *, after: int, num_max: int) -> list[Record]:
-        """Records with seq above `after`, in order, at most `num_max`."""
+        """Records with seq above `after`, in order, at most `num_max`; none only at the end."""
         ...
 
     async def open_segments(self) -> SealedLog | None:

@@ -352,8 +352,9 @@ FORGED_LOG_S = 1.0
 """Shortest time between two lines about orders that are dropped."""
 ORDERS_NUM_MAX = 1000
 """Orders in one reply; the caller continues after the last of these."""
-READ_NUM_MAX = 5000
-"""Records in one reply; a longer read takes several replies."""
+READ_NUM_MAX, READ_BYTES_MAX = 100, 32 << 20
+"""Records in one reply: as fast as more of them (measured), and a record may have a megabyte. A
+read ends with the reply that reaches READ_BYTES_MAX."""
 VERSION_MIN, WAITAOF_VERSION_MIN = (6, 2), (7, 2)
 URL_HINT = "redis://:PASSWORD@HOST:PORT/0, rediss://... or unix://:PASSWORD@/PATH"
 TRANSIENT = (
@@ -1091,7 +1092,8 @@ class RedisLog:
 
     # --- readers --------------------------------------------------------------------------------
     async def read(self, *, after: int, num_max: int) -> list[Record]:
-        """Records with seq above `after`, also sealed ones. Raises CorruptLog for a gap."""
+        """Records with seq above `after`, also sealed ones; fewer than `num_max` if they are large.
+        Raises CorruptLog for a gap."""
         try:
             return await self._read(after, num_max)
         except CorruptLog:
@@ -1104,14 +1106,15 @@ class RedisLog:
         if self._segments is not None and after < self._segments.last:
             with _unavailable(self._segments.folder):
                 return await asyncio.to_thread(self._segments.read, after=after, num_max=num_max)
-        records: list[Record] = []
+        records, num_bytes = list[Record](), 0
         start = await self._start_id(after)
-        while start and len(records) < num_max:
+        while start and len(records) < num_max and num_bytes < READ_BYTES_MAX:
             num = min(READ_NUM_MAX, num_max - len(records))
             (entries,) = await self._ask([("XRANGE", *self._keys("log"), start, "+", "COUNT", num)])
             for entry, fields in entries:
                 record = codec.record_of_entry(entry.decode(), fields[1], after + len(records) + 1)
                 records.append(record)
+                num_bytes += len(fields[1])
                 start = f"({record.epoch}-{record.seq}"
                 self._read_to = (record.seq, record.epoch)
             if len(entries) < num:

@@ -112,13 +112,13 @@ class Folder:
         for record in records:
             wire = codec.encode_record(record)
             body += _HEAD.pack(len(wire)) + wire
-        if len(body) > UNPACKED_BYTES_MAX:
+        data = self._packed("segment", bytes(body))
+        if len(body) > UNPACKED_BYTES_MAX or len(data) > FILE_BYTES_MAX:
             raise UsageError(
-                f"{len(records)} records are {len(body)} bytes, a segment has at most "
-                f"{UNPACKED_BYTES_MAX}",
+                f"{len(records)} records are {len(body)} bytes, and {len(data)} packed; a segment "
+                f"has at most {UNPACKED_BYTES_MAX}, and {FILE_BYTES_MAX} packed",
                 "lower seal_records in the policy",
             )
-        data = self._packed("segment", bytes(body))
         segment = Segment(
             records[0].seq,
             records[-1].seq,

@@ -241,6 +241,21 @@ async def test_a_blocking_read_outlives_the_default_socket_timeout(redis_log: An
         assert time.monotonic() - start < 29.0, "the report must end the read"
 
 
+async def test_a_read_of_large_records_ends_early(
+    log: RedisLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand records may have a gigabyte; whoever reads on gets all."""
+    monkeypatch.setattr(redis_log_module, "READ_BYTES_MAX", 1 << 20, raising=False)
+    epoch = await log.start_epoch("a")
+    large = [record(seq, epoch, "x" * 10_000) for seq in range(1, 1_001)]
+    await log.append(large, epoch=epoch, expect=0, cursor="", acked={})
+    page = await log.read(after=0, num_max=1_000)
+    assert 100 <= len(page) <= 200
+    while more := await log.read(after=page[-1].seq, num_max=1_000):
+        page += more
+    assert page == large
+
+
 async def test_a_poll_does_not_wait_for_a_blocking_take(log: RedisLog) -> None:
     """The leader reads the whole intake before it checks deadlines, which must not be delayed."""
     await log.start_epoch("a")

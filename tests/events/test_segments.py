@@ -248,11 +248,12 @@ def test_a_name_of_more_records_than_there_are_takes_no_memory(tmp_path: Path) -
         folder.read(segment)
 
 
+@pytest.mark.parametrize("bound", ["UNPACKED_BYTES_MAX", "FILE_BYTES_MAX"])
 def test_a_segment_too_large_to_be_read_is_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
-    monkeypatch.setattr(segments, "UNPACKED_BYTES_MAX", 1 << 10)
-    with pytest.raises(UsageError, match="a segment has at most 1024") as raised:
+    monkeypatch.setattr(segments, bound, 1 << 8)
+    with pytest.raises(UsageError, match="a segment has at most") as raised:
         Folder(tmp_path / "log", "c").write(records(1, 100), None)
     assert "seal_records" in raised.value.hint
 

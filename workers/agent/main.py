@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TextIO, cast
+from typing import NoReturn, cast
 from urllib.parse import unquote
 
 import msgspec
@@ -23,7 +23,7 @@ from ...events.file_lock import FileLock, Held
 from ...events.log.identity import Keys, only_key, store_secret, with_credentials
 from ...events.log.redis_streams import RedisLog
 from ...events.network_address import url_parts
-from ...events.process_io import LogStream
+from ...events.process_log import configure_logging
 from ...events.records.types import Labels
 from ...events.secret_environment import REDIS_URL, TOKEN, URL, remove_secrets
 from ..checkpoint_store.store import bytes_max
@@ -141,7 +141,7 @@ def run(options: AgentOptions) -> int:
     SIGUSR2: the agent executes itself again, and its ranks run on. 0: stopped on request. 1: the
     log was replaced by another one, the shim was killed, or a second signal came.
     """
-    _configure_logging()
+    configure_logging()
     secrets = {name: os.environ[name] for name in (TOKEN, URL, REDIS_URL) if name in os.environ}
     # The options have them. No process that an agent starts may: rank, check, store, zygote.
     remove_secrets(TOKEN, URL, REDIS_URL)
@@ -515,20 +515,3 @@ def _devices(num_slots: int, env: Mapping[str, str]) -> tuple[str, ...]:
             "lower --slots, or widen CUDA_VISIBLE_DEVICES",
         )
     return given[:num_slots]
-
-
-def _configure_logging() -> None:
-    if not structlog.is_configured():
-        shown = (
-            structlog.dev.ConsoleRenderer()
-            if sys.stderr.isatty()
-            else structlog.processors.JSONRenderer()
-        )
-        structlog.configure(
-            processors=[
-                structlog.processors.add_log_level,
-                structlog.processors.TimeStamper(fmt="iso"),
-                shown,
-            ],
-            logger_factory=structlog.PrintLoggerFactory(cast(TextIO, LogStream(sys.stderr))),
-        )

@@ -34,7 +34,7 @@ from unicron.events.log.identity import (
     sign_report,
 )
 from unicron.events.log.intake import report_fault
-from unicron.events.log.port import Rejected
+from unicron.events.log.port import Batch, Rejected
 from unicron.events.log.redis_streams import LIST_NUM_MAX, RedisLog
 from unicron.events.records import codec
 from unicron.events.records import reports as r
@@ -298,7 +298,7 @@ async def test_a_flood_of_one_node_holds_up_no_other(own_server: Server) -> None
             await log.send([reported(joined("evil"), "evil/1")])
             await joined_state(leader, "evil")
             errs = r.HealthChanged(
-                node="evil", incarnation=1, check="x", health="ok", why="y" * 200
+                node="evil", incarnation=1, check="x", health="degraded", why="y" * 200
             )
             flood = [signed(identities, reported(errs, "evil/1", 2 + n)) for n in range(20_000)]
             for _ in range(4 * LIST_NUM_MAX // len(flood)):
@@ -377,6 +377,82 @@ async def test_a_report_on_which_the_decider_fails_is_passed_over(
         lines[-1]["why"],
     ]
     assert (num_failed, base64.b64decode(lines[-1]["data"])) == (60, b"junk")
+
+
+async def test_a_lack_of_memory_while_it_reads_ends_no_leader(
+    own_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = RedisLog(own_server.url, CLUSTER, Identities(bytes(SECRET_BYTES), CLUSTER).key)
+    take, num_failed = log.take, 0
+
+    async def failing(**named: Any) -> Batch:
+        nonlocal num_failed
+        num_failed += 1
+        if num_failed < 3:
+            raise MemoryError
+        return await take(**named)
+
+    try:
+        async with leading(log, clock=real_clock) as leader:
+            monkeypatch.setattr(log, "take", failing)
+            await log.admit({"n1": 1})
+            await log.send([reported(joined())])
+            await joined_state(leader, "n1")
+            assert leader.epoch == 1
+    finally:
+        await log.close()
+    assert num_failed >= 3
+
+
+async def test_an_agent_of_the_former_release_is_named_until_it_leaves(own_server: Server) -> None:
+    identities = Identities(bytes(SECRET_BYTES), CLUSTER)
+    log = RedisLog(own_server.url, CLUSTER, identities.key)
+    left = reported(r.NodeLeft(node="n1", incarnation=1, reason=""), number=2)
+    try:
+        async with leading(log, clock=real_clock) as leader:
+            push(own_server, [signed(identities, reported(joined()))])
+            await joined_state(leader, "n1")
+            assert leader.old_agents == {"n1"}
+            push(own_server, [signed(identities, left)])
+            async with asyncio.timeout(10.0):
+                while (await leader.settled()).nodes["n1"].health != "left":
+                    await asyncio.sleep(0.05)
+            assert not leader.old_agents
+    finally:
+        await log.close()
+
+
+async def test_a_report_that_raises_is_one_dead_letter_also_in_turns_that_end_early(
+    own_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The turn after it ends before it: decisions take long then."""
+    advance, num_failed = leader_module.advance, 0
+
+    def failing(state: ClusterState, report: Report, **named: Any) -> list[Record]:
+        nonlocal num_failed
+        if isinstance(report.body, r.NodeLeft):
+            num_failed += 1
+            raise KeyError("a fault of the decider")
+        if num_failed:
+            time.sleep(0.15)
+        return advance(state, report, **named)
+
+    monkeypatch.setattr(leader_module, "advance", failing)
+    log = RedisLog(own_server.url, CLUSTER, Identities(bytes(SECRET_BYTES), CLUSTER).key)
+    left = r.NodeLeft(node="n1", incarnation=1, reason="")
+    errs = r.HealthChanged(node="n1", incarnation=1, check="x", health="degraded", why="")
+    try:
+        async with leading(log, clock=real_clock) as leader:
+            await log.admit({"n1": 1})
+            healthy = [reported(errs, number=number) for number in (2, 3)]
+            await log.send([reported(joined()), *healthy, reported(left, number=4)])
+            async with asyncio.timeout(20.0):
+                while await log.acked("n1/1") < 4:
+                    await asyncio.sleep(0.05)
+            assert (await leader.settled()).reports_lost == 1
+    finally:
+        await log.close()
+    assert num_failed == 1
 
 
 class Failing:

@@ -20,6 +20,7 @@ from unicron.control_plane.service.coordinator import Coordinator
 from unicron.control_plane.service.limits import Limits
 from unicron.control_plane.state.cluster import ClusterState, state_hash
 from unicron.events.errors import CorruptLog, Pruned, Unavailable
+from unicron.events.log import segments
 from unicron.events.log.redis_streams import RedisLog
 from unicron.events.log.segments import Folder, SealedLog
 from unicron.events.object_storage import PathStore
@@ -106,6 +107,21 @@ async def test_the_server_keeps_the_newest_segment_and_readers_have_all(
         assert state_hash(await whole(log)) == state_hash(state)
         followed = [page async for page in until(coordinator, state.seq)]
         assert [record.seq for page in followed for record in page] == [*range(1, state.seq + 1)]
+
+
+async def test_large_records_are_sealed_in_segments_that_can_be_read(
+    redis_log: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node may report a megabyte at a time: 10,000 such records are in no segment."""
+    monkeypatch.setattr(segments, "UNPACKED_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(sealer, "SEGMENT_BYTES_MAX", 1 << 18, raising=False)
+    folder = Folder(tmp_path, redis_log.name)
+    async with redis_log(folder=folder) as log, leading(log, folder) as coordinator:
+        for number in range(30):
+            await coordinator.write(f"w{number}", r.HealingFrozen(reason="x" * (100 << 10)))
+        await until_sealed(log, 12)
+        assert state_hash(await whole(log)) == state_hash(await coordinator.settled())
+    assert [one.last - one.first + 1 for one in folder.chain()][:2] == [5, 3]
 
 
 async def test_a_follower_without_the_segments_ends_and_one_with_them_takes_over(

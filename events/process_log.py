@@ -1,4 +1,4 @@
-"""How the processes of a control plane log."""
+"""How control plane, read process and agent log."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from typing import TextIO, cast
 
 import structlog
 
-from ...events.process_io import LogStream
+from .process_io import LogStream
 
 
 def configure_logging() -> None:
