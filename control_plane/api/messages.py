@@ -393,6 +393,9 @@ NodeView = TypedDict(
         "accelerator": str,
         "num_slots": int,
         "labels": Annotated[Plain, encoded(Labels)],
+        "unlimited": Annotated[
+            list[str], Meta(description="What the policy limits of a rank, and its agent cannot")
+        ],
         "slots": list[SlotView],
         "degraded": Plain | None,
     },

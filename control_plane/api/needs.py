@@ -17,6 +17,7 @@ Plain = dict[str, Any]
 What = Literal[
     "healing",
     "no room",
+    "not limited",
     "unreachable",
     "lost",
     "disabled",
@@ -55,6 +56,7 @@ ERRNO_WORDS = {
     "EOPNOTSUPP": "not supported by the file system",
     "ENOLCK": "no locks on the file system",
 }
+LIMITS = {"pids": "rank_pids_max", "memory": "rank_memory_bytes_max"}
 LAG_TIMES, LAG_S_MIN = 3.0, 10.0
 
 
@@ -80,6 +82,7 @@ def needs(view: Plain, now_s: float) -> list[Need]:
         for one in (
             *_healing(view),
             *_room(view),
+            *_not_limited(view),
             *_nodes(view, now_s),
             *_tasks(view, now_s),
             *_losses(view, now_s),
@@ -118,6 +121,19 @@ def _room(view: Plain) -> Iterator[Need]:
 
 
 # --- nodes ---
+def _not_limited(view: Plain) -> Iterator[Need]:
+    there = [node for node in view["nodes"] if node["contact"] == "heard"]
+    if names := [node["id"] for node in there if node["unlimited"]]:
+        kinds = {name for node in there for name in node["unlimited"]}
+        fields = [name for kind, name in LIMITS.items() if kind in kinds]
+        yield Need(
+            what="not limited",
+            why=f"{listed(fields)} of the policy {'do' if len(fields) > 1 else 'does'} not hold on "
+            f"{listed(names)}: no cgroup there can limit a rank",
+            do="`unicron doctor` there, and docs/guides/systemd.md",
+        )
+
+
 def _nodes(view: Plain, now_s: float) -> Iterator[Need]:
     names = {task["id"]: task["name"] for task in view["tasks"]}
     last = {

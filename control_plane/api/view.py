@@ -178,6 +178,7 @@ def node_view(
         "accelerator": node.accelerator,
         "num_slots": node.num_slots,
         "labels": msgspec.to_builtins(node.labels),
+        "unlimited": list(node.unlimited),
         "slots": slots,
         "degraded": _degraded(state, node.name, slow),
     }

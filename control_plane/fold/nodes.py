@@ -62,6 +62,7 @@ def node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> None
         copies_bytes_max=max(body.copies_bytes_max, 0),
         labels=body.labels,
         order_format=body.order_format,
+        unlimited=_limits(body.unlimited),
         drained=old is not None and old.drained,
         drain_reason=old.drain_reason if old is not None else "",
     )
@@ -80,6 +81,11 @@ def node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> None
     if was_deaf:
         edits.restart_deadlines(state)
     state.replan = f"node {body.node} joined"
+
+
+def _limits(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those that an agent may name."""
+    return tuple(name for name in ("pids", "memory") if name in names)
 
 
 def _forget_incarnations(state: ClusterState, name: str, oldest: int) -> None:
@@ -101,6 +107,7 @@ def agent_restarted(
     state: ClusterState, record: Record, node: Node, body: r.AgentRestarted
 ) -> None:
     node.pid, node.away_until_s = body.pid, record.at_s
+    node.unlimited = _limits(body.unlimited)
     if body.order_format != node.order_format:
         node.order_format = body.order_format
         if any(needed_format(task.spec) for task in live_tasks(state)):

@@ -134,6 +134,8 @@ class Node(Struct, kw_only=True):
     """The memory that its checkpoint store may take, as its agent reported; 0: not known."""
     order_format: int = 0
     """The format of the orders that its agent reads (events/records/order_format.py)."""
+    unlimited: tuple[str, ...] = ()
+    """What the policy limits of a rank, and its agent cannot limit: `pids`, `memory`."""
     labels: Labels = Labels()
     """Its location, given at the start of its agent."""
     health: Health = "healthy"

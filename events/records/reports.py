@@ -189,7 +189,8 @@ class NodeJoined(Body, frozen=True):
     address of its ranks, `keeper` the endpoint of its checkpoint store ("": it has none), which may
     take `copies_bytes_max` bytes (0: not known). `labels` are the labels that the agent was started
     with. `boot_id` is the kernel's, another after each boot ("": not known). `order_format`: which
-    orders the agent reads (order_format.py; 0: those of release 0.3.0).
+    orders the agent reads (order_format.py; 0: those of release 0.3.0). `unlimited`: what the
+    policy limits of a rank, `pids` and `memory`, and this agent cannot limit.
     """
 
     node: str
@@ -203,6 +204,7 @@ class NodeJoined(Body, frozen=True):
     copies_bytes_max: int = 0
     boot_id: str = ""
     order_format: int = 0
+    unlimited: tuple[str, ...] = ()
 
 
 class AgentRestarting(Body, frozen=True):
@@ -216,12 +218,13 @@ class AgentRestarting(Body, frozen=True):
 
 class AgentRestarted(Body, frozen=True):
     """A new agent continues the incarnation: it has adopted the processes of the former one.
-    `order_format` as in NodeJoined."""
+    `order_format` and `unlimited` as in NodeJoined."""
 
     node: str
     incarnation: int
     pid: int
     order_format: int = 0
+    unlimited: tuple[str, ...] = ()
 
 
 class NodeLeft(Body, frozen=True):

@@ -36,7 +36,7 @@ from .health.health_monitor import HealthMonitor, HealthSources
 from .monitoring.output_reader import LOOK_S as READ_S
 from .monitoring.rank_monitor import WATCH_S
 from .order_executor import OrderExecutor
-from .processes.launcher import MARKER, NodeConfig
+from .processes.launcher import MARKER, NodeConfig, unlimited
 from .processes.shim import NODE, Shim, ShimLost
 
 REJOIN_S = 5.0
@@ -121,6 +121,7 @@ class Agent:
                     incarnation=node.incarnation,
                     pid=self._pid,
                     order_format=ORDER_FORMAT_VERSION,
+                    unlimited=unlimited(node.limits),
                 )
             )
         else:
@@ -137,6 +138,7 @@ class Agent:
                     copies_bytes_max=store.bytes_max,
                     boot_id=boot_id(),
                     order_format=ORDER_FORMAT_VERSION,
+                    unlimited=unlimited(node.limits),
                 )
             )
         async with asyncio.TaskGroup() as group:

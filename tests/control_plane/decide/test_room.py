@@ -59,6 +59,24 @@ def test_a_new_task_waits_with_the_reason(d: Driver) -> None:
     assert not [one for one in needs.needs(view(d.state), d.state.at_s) if one.what == "no room"]
 
 
+def test_a_limit_of_ranks_that_does_not_hold_is_told(d: Driver) -> None:
+    """It was a line of the agent's log."""
+    told = [one for one in needs.needs(view(d.state), d.state.at_s) if one.what == "not limited"]
+    assert told == []
+    node = d.state.nodes["n1"]
+    again = {name: getattr(node, name) for name in ("host", "pid", "num_slots", "accelerator")}
+    d.tell(
+        f"n1/{node.incarnation + 1}",
+        r.NodeJoined(
+            node="n1", incarnation=node.incarnation + 1, unlimited=("pids", "x" * 99), **again
+        ),
+    )
+    (need,) = [one for one in needs.needs(view(d.state), d.state.at_s) if one.what == "not limited"]
+    assert need.why == (
+        "rank_pids_max of the policy does not hold on n1: no cgroup there can limit a rank"
+    )
+
+
 def test_a_cancel_works(d: Driver, task: int) -> None:
     full(d)
     records = d.tell("operator/cancel", r.TaskCancelRequested(task=task))

@@ -14,6 +14,7 @@ import pytest
 from agent_driver import LocalNode, alive, command, local_node, until, until_gone, until_text
 from memory_log import MemoryLog
 from unicron.events.records.reports import RankExited, RankStarted
+from unicron.workers.agent.processes.launcher import unlimited
 from unicron.workers.host import rank_cgroups, rank_user
 from unicron.workers.host.rank_cgroups import Limits, RankCgroups
 
@@ -163,6 +164,15 @@ def test_controllers_come_from_a_cgroup_without_processes(tmp_path: Path) -> Non
     assert rank_cgroups.limiting(tmp_path) == {"memory", "pids"}
     (tmp_path / "cgroup.procs").write_text("12\n")
     assert rank_cgroups.limiting(tmp_path) == set()
+
+
+def test_an_agent_says_which_limits_do_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_cgroups, "find", lambda: None)
+    assert unlimited(Limits()) == ()
+    assert unlimited(Limits(pids=9, memory=9)) == ("pids", "memory")
+    monkeypatch.setattr(rank_cgroups, "find", lambda: Path("base"))
+    monkeypatch.setattr(rank_cgroups, "limiting", lambda base: frozenset(("memory",)))
+    assert unlimited(Limits(pids=9, memory=9)) == ("pids",)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
