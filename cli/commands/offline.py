@@ -23,7 +23,6 @@ from ...events.object_storage import reason
 from ...events.records import codec
 from ...events.records.envelope import Record
 from ...events.spec.job import is_url
-from ..cluster import processes
 from ..cluster.client import (
     DRY_RUN_S_MAX,
     REPLY_S_MAX,
@@ -63,15 +62,7 @@ def connect_to_read(state: StateDir, url: Urls) -> Client:
         if not client.last:
             raise
         at = datetime.fromtimestamp(client.at_s, UTC).isoformat(timespec="seconds")
-        runs = any(
-            processes.find(state, name)
-            for name in processes.names(state)
-            if name.startswith("agent-")
-        )
-        console.talk(
-            f"{error}{'; training goes on without it' if runs else ''}. This is the log "
-            f"up to seq {client.last} of {at}"
-        )
+        console.talk(f"{error}. This is the log up to seq {client.last} of {at}")
         return client
 
 

@@ -46,7 +46,7 @@ def status(state: StateDir, url: Urls, *, segments: str, as_json: bool) -> None:
             *[f"pruned     records 1 to {count(sealed.first - 1)}"] * (sealed.first > 1),
             f"snapshots  {len(snapshots)}"
             + (f", the newest after seq {count(snapshots[-1].seq)}" if snapshots else ""),
-            f"server     {count(last - sealed.last)} records more, which the loss of its disk cost",
+            f"server     {count(last - sealed.last)} records more, lost if it loses its disk",
         ],
         as_json=as_json,
     )

@@ -107,7 +107,7 @@ def page(spec: JobSpec, found: Choices, slots: str) -> list[str]:
         return [
             *lines,
             *fmt.labelled(
-                "layout", "none is searched: a command without model: lays out its processes itself"
+                "layout", "none is searched: the job names no model, its command lays out its ranks"
             ),
         ]
     lines += fmt.labelled("memory", _memory(spec, found))

@@ -135,11 +135,11 @@ def _show_secret(client: Client, answer: Plain, *, as_json: bool) -> None:
     console.out(answer["command" if is_join else "token"])
     end = f"until {rfc3339(answer['expires_s'])}" if answer["expires_s"] else "until it is revoked"
     use = (
-        f"the command for {answer['uses']} host{'s' * (answer['uses'] > 1)}"
+        f"for {answer['uses']} host{'s' * (answer['uses'] > 1)}"
         if is_join
-        else "UNICRON_TOKEN=... for whoever uses it"
+        else "whoever uses it sets UNICRON_TOKEN"
     )
-    console.talk(f"{answer['name']}, role {answer['role']}, {end}; it is not shown again: {use}")
+    console.talk(f"{answer['name']}, role {answer['role']}, {end}; {use}; it is not shown again")
     if is_join and network_address.is_loopback(client.host):
         console.talk("only this machine reaches that address: see unicron control-plane --listen")
 

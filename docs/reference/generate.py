@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from unicron.events.spec import support
+from unicron.events.spec import policy, support
 from unicron.events.spec.policy import BOUNDS
 
 HEAD = """# Records
@@ -87,12 +87,18 @@ def _section(node: ast.ClassDef, bases: dict[str, list[ast.stmt]]) -> str:
             if node.name == "Policy" and (ends := BOUNDS.get(item.target.id)):
                 between = f"From {_number(ends[0])} to {_number(ends[1])}."
                 words = f"{words} {between}" if words else between
-            default = f", default {ast.unparse(item.value)}" if item.value is not None else ""
+            default = f", default {_value(item.value)}" if item.value is not None else ""
             kind = ast.unparse(item.annotation).replace("|", "or")
             name = item.target.id
             name = f"`{renamed[name]}` (in Python `{name}`)" if name in renamed else f"`{name}`"
             rows.append(f"- {name}: {kind}{default}" + (f". {words}" if words else ""))
     return "".join(parts) + ("\n" + "\n".join(rows) + "\n" if rows else "")
+
+
+def _value(node: ast.expr) -> str:
+    """A default; of a constant of policy.py its value."""
+    named = getattr(policy, node.id, None) if isinstance(node, ast.Name) else None
+    return ast.unparse(node) if named is None else repr(named)
 
 
 def _number(end: float) -> str:
