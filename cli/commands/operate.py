@@ -324,13 +324,14 @@ def _effects(state: StateDir, followed: Outcome, view: Plain) -> Iterator[str]:
 
 
 def paused_lines(view: Plain, option: str) -> list[str]:
-    """A line that healing is paused, that nothing was ordered, and how to resume; else empty."""
-    healing = view["cluster"]["healing"]
-    return (
-        []
-        if healing == "on"
-        else [f"paused   {healing}; nothing is ordered. To act: " + way_to_act(healing, option)]
-    )
+    """Lines that healing is paused and nothing was ordered, or that no process is started, and what
+    to do; else empty."""
+    healing, no_room = view["cluster"]["healing"], view["cluster"].get("no_room")
+    lines = [f"held     {no_room}; no process is started until there is room"] if no_room else []
+    if healing != "on":
+        how = way_to_act(healing, option)
+        lines.append(f"paused   {healing}; nothing is ordered. To act: {how}")
+    return lines
 
 
 def _print_fault(

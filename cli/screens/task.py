@@ -170,6 +170,9 @@ def _reasons(task: Plain, cluster: Plain, option: str) -> list[str]:
     if task["why"] or task["needs"]:
         lines += fmt.labelled("why", waits(task))
         lines += computed(cluster) if task["needs"] else []
+    lacks = len(task["ranks"]) < task["slots"]["target"] and task["state"] not in ENDED
+    if cluster.get("no_room") and lacks:
+        lines += fmt.labelled("held", f"{cluster['no_room']}; no process is started")
     if task["state"] == "degraded":
         lines += fmt.labelled("why", degraded_why(task, cluster["healing"]))
     if task["phase"] == "training" and (alike := alike_why(task)):

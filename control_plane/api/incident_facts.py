@@ -546,6 +546,8 @@ def left(
             f"unicron status{option}, to have it done"
         )
         words.append(f"{what}: {way_to_act(healing, option)}")
+    if one.outcome == "open" and (no_room := shown["cluster"]["no_room"]):
+        words.append(f"{no_room}, and no process is started: make room there")
     if task is not None and task.outcome == "failed" and one.outcome != "open":
         later = "" if one.outcome == "failed" else " later"
         words.append(

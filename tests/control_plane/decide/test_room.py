@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from decider import Driver, failed, kinds, spec, task_of, the
-from unicron.control_plane.api import needs
+from unicron.cli.commands.operate import paused_lines
+from unicron.cli.screens.task import _reasons
+from unicron.control_plane.api import incident_facts, needs
 from unicron.control_plane.api.view import view
 from unicron.control_plane.planner import pending
+from unicron.control_plane.state.cluster import ClusterState, encode_state
 from unicron.events.records import decisions
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
@@ -44,6 +47,28 @@ def test_survivors_of_a_fault_train_on_and_the_process_comes_with_the_room(
     d.obey(records)
     d.progress(task)
     assert (task_of(d, task).healed, task_of(d, task).iterations_lost) == (1, 0)
+
+
+def test_who_looks_at_the_task_or_its_incident_reads_why_no_process_starts(
+    d: Driver, task: int
+) -> None:
+    """The incident said "wait", the task nothing."""
+    full(d)
+    records = d.exit(task, 2)
+    incident = next(x.seq for x in records if isinstance(x.body, decisions.IncidentOpened))
+    d.obey(d.obey(records))
+    shown = view(d.state)
+    (one,) = shown["tasks"]
+    lines = _reasons(one, shown["cluster"], "")
+    assert lines == [f"held       {WHY}; no process is started"]
+    assert paused_lines(shown, "") == [f"held     {WHY}; no process is started until there is room"]
+    reading = incident_facts.Reading(incident, encode_state(ClusterState()), d.state)
+    reading.add(d.log)
+    assert reading.facts("", d.now_s)["left"] == [
+        f"{WHY}, and no process is started: make room there"
+    ]
+    room(d)
+    assert _reasons(view(d.state)["tasks"][0], view(d.state)["cluster"], "") == []
 
 
 def test_a_new_task_waits_with_the_reason(d: Driver) -> None:
