@@ -113,34 +113,7 @@ class Agent:
     async def _serve(self, stop: asyncio.Event) -> None:
         node = self._node
         store = self._make_store()
-        if self._spool.last:
-            self._spool.resume()
-            self._outbox.put(
-                AgentRestarted(
-                    node=node.name,
-                    incarnation=node.incarnation,
-                    pid=self._pid,
-                    order_format=ORDER_FORMAT_VERSION,
-                    unlimited=unlimited(node.limits),
-                )
-            )
-        else:
-            self._outbox.put(
-                NodeJoined(
-                    node=node.name,
-                    incarnation=node.incarnation,
-                    host=node.host,
-                    pid=self._pid,
-                    num_slots=node.num_slots,
-                    accelerator="cuda" if node.devices else "cpu",
-                    keeper=store.endpoint,
-                    labels=node.labels,
-                    copies_bytes_max=store.bytes_max,
-                    boot_id=boot_id(),
-                    order_format=ORDER_FORMAT_VERSION,
-                    unlimited=unlimited(node.limits),
-                )
-            )
+        self._tell_joined(store)
         async with asyncio.TaskGroup() as group:
             health = (
                 HealthMonitor(node, self._sources, self._outbox.put, self._spool, self._shim)
@@ -194,6 +167,38 @@ class Agent:
                 with suppress(ShimLost):
                     store.close()
                 ranks.end()
+
+    def _tell_joined(self, store: CheckpointStore) -> None:
+        """The first report: this incarnation begins, or goes on with a new agent."""
+        node = self._node
+        if self._spool.last:
+            self._spool.resume()
+            self._outbox.put(
+                AgentRestarted(
+                    node=node.name,
+                    incarnation=node.incarnation,
+                    pid=self._pid,
+                    order_format=ORDER_FORMAT_VERSION,
+                    unlimited=unlimited(node.limits),
+                )
+            )
+            return
+        self._outbox.put(
+            NodeJoined(
+                node=node.name,
+                incarnation=node.incarnation,
+                host=node.host,
+                pid=self._pid,
+                num_slots=node.num_slots,
+                accelerator="cuda" if node.devices else "cpu",
+                keeper=store.endpoint,
+                labels=node.labels,
+                copies_bytes_max=store.bytes_max,
+                boot_id=boot_id(),
+                order_format=ORDER_FORMAT_VERSION,
+                unlimited=unlimited(node.limits),
+            )
+        )
 
     def _begin_loops(
         self, group: asyncio.TaskGroup, ranks: OrderExecutor

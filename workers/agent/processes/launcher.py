@@ -261,18 +261,18 @@ class Launcher:
 
 def unlimited(limits: Limits) -> tuple[str, ...]:
     """Those of these limits that ranks of this agent do not get."""
-    base = _base(os.environ)
+    base = _cgroups_here(os.environ)
     given = rank_cgroups.limiting(base) if base is not None else frozenset[str]()
     return tuple(name for name, value in limits._asdict().items() if value and name not in given)
 
 
-def _base(env: Mapping[str, str]) -> Path | None:
+def _cgroups_here(env: Mapping[str, str]) -> Path | None:
     return rank_cgroups.find() if env.get(CGROUPS_ENV) != "0" else None
 
 
 def _cgroups(node: NodeConfig, env: Mapping[str, str]) -> RankCgroups | None:
     """Where the node's ranks have their cgroups; None: they are contained by adoption."""
-    base = _base(env)
+    base = _cgroups_here(env)
     wanted = {name for name, value in node.limits._asdict().items() if value}
     given = rank_cgroups.enable(base) if base is not None and wanted else frozenset[str]()
     if lacking := wanted - given:
