@@ -33,10 +33,11 @@ def split_endpoint(text: str) -> tuple[str, int]:
 
 
 def url_parts(url: str) -> SplitResult:
-    """The parts of a URL; of what is none, as one with a bad port or half a bracket, empty ones."""
+    """The parts of a URL; of what is none, as one with a bad port or half a bracket, empty ones.
+    That of Sentinels has no one port."""
     try:
         parts = urlsplit(url)
-        _ = parts.port
+        _ = parts.port if "," not in parts.netloc else 0
     except ValueError:
         return urlsplit("")
     return parts
