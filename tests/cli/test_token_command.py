@@ -112,7 +112,9 @@ async def _join_tokens(site: Site, folder: Path) -> None:
     code, out, told = await admin("token create --join --uses 2")
     found = re.fullmatch(rf"UNICRON_TOKEN=(unicron_\S{{43}}) unicron agent --url {site.url}\n", out)
     assert (code, bool(found)) == (0, True), out
-    assert re.match(r"join-[0-9a-f]{8}, role join, until 20.*; for 2 hosts; it is not shown again", told[0])
+    assert re.match(
+        r"join-[0-9a-f]{8}, role join, until 20.*; for 2 hosts; it is not shown again", told[0]
+    )
     code, out, _ = await admin("token create --join --node h1 --expires 5m -o json")
     made = json.loads(out)
     assert made["command"] == (
