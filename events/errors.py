@@ -10,6 +10,7 @@ UnicronError              exit code 1; cli/cluster/client.py, Unreachable and In
 │   ├── Leased            another control plane holds the lease: follow it
 │   ├── Ambiguous         the reply was lost, the write may have happened: fold the log again
 │   ├── Unavailable       the server cannot be reached: retry with a limit; exit code 3
+│   ├── TooLarge          the server would refuse the append: it was not sent
 │   ├── NewerLog          a record of a later version, without which the state would be wrong
 │   └── CorruptLog        a record is edited, missing, out of order or foreign; names the seq
 │       └── Pruned        the record is not there, because `log prune` removed it
@@ -79,6 +80,10 @@ class Unavailable(LogError):
     """The server cannot be reached."""
 
     exit_code = 3
+
+
+class TooLarge(LogError):
+    """An append is larger than the server takes, and was not sent: it would always fail."""
 
 
 class NewerLog(LogError):

@@ -60,6 +60,10 @@ def _of_share(state: ClusterState, node: str, body: Any) -> str:
         return ""
     if body.generation != task.generation and not task.restarts_from_memory:
         return ""
+    store = state.nodes.get(body.node)
+    if store is not None and body.keeper_start > store.keeper_start:
+        # Copies are forgotten when a store has ended: only its own node says so.
+        return f"{body.node} has not reported that its store {store.keeper_start} has ended"
     if find_rank(task, body.rank, body.attempt) or find_orphan(task, body.rank, body.attempt):
         return _of_process(state, node, body)
     process = (body.rank, body.attempt, node)

@@ -42,6 +42,8 @@ NUM_ROWS_MAX = 8
 """The most rows of the table that one record can trigger. More rows are a bug."""
 EARLIER_NUM_MAX = 3
 """Checkpoints that a task may fall back to, if the newest ones are damaged."""
+PUBLICATIONS_NUM_MAX = 8
+"""Open orders to publish checkpoints of one task, at nodes that can answer."""
 
 Condition = Callable[[ClusterState, Task], bool]
 Action = Callable[[ClusterState, Task], Iterator[Body]]
@@ -360,16 +362,17 @@ def _start(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def _publish(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Order the writer's node to publish; if it is gone, another publishes a final checkpoint. What
-    was refused is ordered again when its pause is over."""
-    if task.saved is not None and task.members:
+    """Order the writer's node to publish; if it is gone, another publishes a final checkpoint.
+    While many orders wait for an answer, only the newest checkpoint waits for its own. What was
+    refused is ordered again when its pause is over."""
+    waits = sum(not _is_gone(state, each.node) for each in task.publishing.values())
+    if task.saved is not None and task.members and waits < PUBLICATIONS_NUM_MAX:
         writer = task.member(task.saver)
         name = writer.slot.node if writer is not None else task.members[0].node
         yield _publication(task, task.saved, name)
     for waiting in list(task.publishing.values()):
-        node = state.nodes.get(waiting.node)
-        gone = node is None or node.health in ("lost", "left") or node.replace
-        other = next(iter(_healthy(state)), "") if waiting.final and gone else ""
+        gone = waiting.final and _is_gone(state, waiting.node)
+        other = next(iter(_healthy(state)), "") if gone else ""
         if other:
             yield _publication(task, waiting, other)
     if task.refused is not None and f"publish/{task.id}" not in state.deadlines:
@@ -381,6 +384,11 @@ def _publish(state: ClusterState, task: Task) -> Iterator[Body]:
         if names:
             name = names[tries // 2 % len(names)] if is_other else task.refused.node
             yield _publication(task, task.refused, name)
+
+
+def _is_gone(state: ClusterState, name: str) -> bool:
+    node = state.nodes.get(name)
+    return node is None or node.health in ("lost", "left") or node.replace
 
 
 def _publication(task: Task, checkpoint: Checkpoint, node: str) -> PublishCheckpoint:

@@ -18,6 +18,9 @@ from .edits import clear_deadline, close_orders, forget_store, set_deadline, set
 REMOVALS_NUM_MAX = 8
 """An old checkpoint is named in so many orders: an agent may end before it has removed it."""
 
+UNPUBLISHED_NUM_MAX = 256
+"""Saved checkpoints of a task that the state knows while none of them is published."""
+
 
 def checkpoint_saved(
     state: ClusterState, record: Record, task: Task, body: r.CheckpointSaved
@@ -31,6 +34,9 @@ def checkpoint_saved(
     task.stored.append(
         StoredCheckpoint(path=path, step_version=body.step_version, output=elsewhere)
     )
+    waiting = [each for each in task.stored if not each.is_published]
+    if len(waiting) > UNPUBLISHED_NUM_MAX:
+        task.stored.remove(waiting[0])
     if any(
         way.generation == body.generation and way.step_version > body.step_version
         for way in task.complete_checkpoints

@@ -42,6 +42,9 @@ from .problem_of_state import PlanningSnapshot, digest
 UNBOUND = (*LIMITS_BY_NAME, FLOORLESS, SPARELESS, ALPHALESS)
 """Names of plans that violate a limit of the problem, or that solve another problem."""
 
+TRIGGER_CHARS_MAX = 1000
+"""A node may have many failed checks."""
+
 
 def plan_record(state: ClusterState, snapshot: PlanningSnapshot, choice: Choice) -> PlanChosen:
     """The record of a plan of the cluster `state`."""
@@ -49,7 +52,7 @@ def plan_record(state: ClusterState, snapshot: PlanningSnapshot, choice: Choice)
     most = {demand.task: state.tasks[demand.task].spec.slots.max for demand in problem.demands}
     return replace(
         record_of(problem, choice, most),
-        trigger=state.replan,
+        trigger=state.replan[:TRIGGER_CHARS_MAX],
         kept=kept(snapshot),
         input=digest(state, snapshot),
         ideal_waf=ideal_waf(snapshot.all_demands, snapshot.num_slots_all),

@@ -42,7 +42,7 @@ Check = Callable[[ClusterState], None]
 
 
 Observe = Callable[[ClusterState, Sequence[Record], float], None]
-"""Sees the records that the state has folded, none at first, and `Leader.plan_s`."""
+"""Sees the records that the state has folded, none at first, and `Effort.plan_s`."""
 
 
 class _Write(Struct):
@@ -388,6 +388,15 @@ class Coordinator:
                 write.done.exception()  # the caller may be gone
         self._writes.clear()
 
+    def _refuse(self, error: Spoiled) -> None:
+        """Refuse the write that the next turn would fail on again, if it is one."""
+        for write in self._writes:
+            if write.source == error.source and not write.done.done():
+                write.done.set_exception(
+                    UsageError(f"the log cannot hold what follows from it: {error}")
+                )
+                write.done.exception()  # the caller may be gone
+
     async def _take_over(self) -> None:
         now_s = self._leader.now_s()
         for last in await self._log.beats(["leader"]):  # each only once, also while another leads
@@ -425,7 +434,10 @@ class Coordinator:
                     raise
                 _logger.info("folding the log again", why=str(error))
                 await self._retry(self._recover)
-            except (Unavailable, Spoiled, OSError, MemoryError):
+            except Spoiled as error:
+                self._refuse(error)
+                await self._retry(self._recover)
+            except (Unavailable, OSError, MemoryError):
                 await self._retry(self._recover)
 
     async def _retry(self, call: Callable[[], Awaitable[None]]) -> None:
@@ -505,7 +517,8 @@ class Coordinator:
         yield from map(self._leader.report, self._room.verdicts(self._leader.state))
         for at, sent in enumerate(batch.entries, 1):
             yield sent
-            if at < len(batch.entries) and loop.time() > until_s:
+            is_full = self._leader.effort.turn_bytes > self._limits.turn_bytes_max
+            if at < len(batch.entries) and (is_full or loop.time() > until_s):
                 has_timed = False
                 break
         yield from self._checked_reports(writes)
@@ -532,7 +545,7 @@ class Coordinator:
         """The log has these records: wake those that follow it."""
         self.seq = self._leader.state.seq
         if self._observe is not None and (self.leading or self.leader_url):
-            self._observe(self._leader.state, records, self._leader.plan_s)
+            self._observe(self._leader.state, records, self._leader.effort.plan_s)
         self.tail.add(records)
 
     # --- the intake -------------------------------------------------------------------------------

@@ -5,14 +5,16 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
 import structlog
+from msgspec import Struct
 from msgspec.structs import replace
 
-from ...events.errors import CorruptLog, Fenced, LogError, Unavailable
+from ...events.errors import CorruptLog, Fenced, LogError, TooLarge, Unavailable
 from ...events.log.identity import RESERVED_NAMES
-from ...events.log.port import Rejected, Sent
+from ...events.log.port import Rejected, Sent, size_error
 from ...events.log.redis_streams import RedisLog
 from ...events.log.segments import Folder
 from ...events.object_storage import reason
+from ...events.records.bounds import cut, excess
 from ...events.records.codec import encode_record
 from ...events.records.decisions import PlanChosen
 from ...events.records.envelope import Record, Report
@@ -35,7 +37,21 @@ _logger = structlog.get_logger("control_plane")
 
 
 class Spoiled(LogError):
-    """A report has left the state invalid: fold the log again. The report is passed over then."""
+    """A report has left the state invalid: fold the log again. The report is passed over then; or
+    refused, if it is the request of the operator `source`."""
+
+    def __init__(self, message: str, source: str = "") -> None:
+        super().__init__(message)
+        self.source = source
+
+
+class Effort(Struct):
+    """What decisions have cost."""
+
+    plan_s: float = 0.0
+    """How long the last decision with a plan took."""
+    turn_bytes: int = 0
+    """The size of the records that the current `commit` has decided so far."""
 
 
 class Leader:
@@ -79,8 +95,7 @@ class Leader:
         """The epoch of the lost ones. To agents, a new epoch must come after it."""
         self.position = "0-0"
         """The intake's cursor: the state includes all reports up to this cursor."""
-        self.plan_s = 0.0
-        """How long the last decision with a plan took."""
+        self.effort = Effort()
         self.answers: dict[str, int] = {}
         """Operator's source -> seq of its first report, for the latest NUM_REQUESTS_MAX sources."""
         self.old_agents: set[str] = set()
@@ -234,7 +249,7 @@ class Leader:
         is no report is kept as a dead letter. A report that is not the next of its source is
         dropped: a duplicate is in the log already, and a later one will be sent again.
         """
-        now_s, expect = self.now_s(), self.state.seq
+        now_s, expect, self.effort.turn_bytes = self.now_s(), self.state.seq, 0
         records: list[Record] = []
         acked: dict[str, int] = {}
         rejected: list[Rejected] = []
@@ -245,7 +260,7 @@ class Leader:
             if isinstance(report, Report):
                 began_s, made = self._clock(), self._decide(report, now_s, rejected)
                 if any(isinstance(one.body, PlanChosen) for one in made):
-                    self.plan_s = self._clock() - began_s
+                    self.effort.plan_s = self._clock() - began_s
                 records += made
                 if made and _is_of_agent(report):
                     acked[report.source] = report.source_seq
@@ -291,9 +306,11 @@ class Leader:
             if is_of_agent and (why := stranger(self.state, report)):
                 rejected.append(self._letter(report, why))
                 return []
-            if is_of_agent and (why := foreign(self.state, report)):
-                rejected.append(self._letter(report, why))
-                report = _lost(report)
+            if is_of_agent:
+                report = replace(report, body=cut(report.body))
+                if why := excess(report.body) or foreign(self.state, report):
+                    rejected.append(self._letter(report, why))
+                    report = _lost(report)
         except Exception as error:  # one report must not end the control plane
             if not is_of_agent:
                 raise
@@ -301,11 +318,16 @@ class Leader:
             return []
         try:
             made = advance(self.state, report, epoch=self.epoch, at_s=at_s)
-            for record in made:
-                encode_record(record)  # what the log cannot hold must not be in the state either
+            # What the log cannot hold must not be in the state either.
+            sizes = [len(encode_record(record)) for record in made]
+            if why := size_error(sizes):
+                raise TooLarge(why)
+            self.effort.turn_bytes += sum(sizes)
             return made
         except Exception as error:
             name = report.source, report.source_seq
+            if isinstance(error, TooLarge) and report.source.startswith("operator/"):
+                raise Spoiled(str(error), report.source) from error
             if not is_of_agent or name in self._unfit:
                 raise
             self._dead_letters.keep([self._raised(report, error)])
@@ -335,7 +357,8 @@ class Leader:
         number, source = report.source_seq, report.source
         try:
             verdict = accepts(self.state, report)
-            why = stranger(self.state, report) or foreign(self.state, report)
+            body = cut(report.body)
+            why = stranger(self.state, report) or excess(body) or foreign(self.state, report)
         except Exception as error:  # noqa: BLE001 - as in `_decide`
             return f"it raises {error!r}"
         if verdict == "duplicate":

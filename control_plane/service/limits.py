@@ -9,6 +9,8 @@ class Limits(Struct, frozen=True, kw_only=True):
     batch_reports_max: int = 256
     turn_s_max: float = 0.1
     """Once a turn has decided for so long, the rest of its reports are for the next turn."""
+    turn_bytes_max: int = 32 << 20
+    """The same for the size of its records, which go into one append."""
     take_wait_s: float = 1.0
     """Longest duration of one blocking read of the intake; then the next one begins. For so long a
     leader that was stopped may keep one report from its successor."""

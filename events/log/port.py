@@ -1,6 +1,6 @@
 """What calls of the log return, and the port of its readers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -12,6 +12,23 @@ from .segments import SealedLog
 REPORT_BYTES_MAX = 1 << 20
 """The size of a signed report. A rank's own reports are smaller, but for those that name each
 micro-batch of a very large iteration."""
+
+RECORD_BYTES_MAX = 16 << 20
+"""The size of a record. The largest honest ones are plans and Reconfigure: some 100 bytes for each
+task or member. The server takes 64 MB, `proto-max-bulk-len`, and closes the connection of more."""
+DECIDED_BYTES_MAX = 128 << 20
+"""The size of all records that follow from one report: those of a start have some kB a rank."""
+APPEND_BYTES_MAX = 512 << 20
+"""The size of all records of one append. The server takes 1 GB, `client-query-buffer-limit`."""
+
+
+def size_error(sizes: Sequence[int], bytes_max: int = DECIDED_BYTES_MAX) -> str:
+    """Why the server would not take records of these sizes; "": it would."""
+    if (largest := max(sizes, default=0)) > RECORD_BYTES_MAX:
+        return f"a record has {largest} bytes, and at most {RECORD_BYTES_MAX} are written"
+    if (whole := sum(sizes)) > bytes_max:
+        return f"the records have {whole} bytes, and at most {bytes_max} are written at once"
+    return ""
 
 
 def key_prefix(cluster: str) -> str:

@@ -23,7 +23,16 @@ from redis.backoff import NoBackoff
 
 from .. import errors, network_address, tls, unix_socket
 from ..decoding import Decoder, from_msgpack
-from ..errors import Ambiguous, Conflict, CorruptLog, Fenced, LogError, Unavailable, UsageError
+from ..errors import (
+    Ambiguous,
+    Conflict,
+    CorruptLog,
+    Fenced,
+    LogError,
+    TooLarge,
+    Unavailable,
+    UsageError,
+)
 from ..object_storage import reason
 from ..process_io import Seldom
 from ..records import codec
@@ -44,6 +53,7 @@ from .identity import (
 )
 from .intake import read_report
 from .port import (
+    APPEND_BYTES_MAX,
     REPORT_BYTES_MAX,
     Batch,
     FilePart,
@@ -53,6 +63,7 @@ from .port import (
     Sent,
     SentOrder,
     key_prefix,
+    size_error,
 )
 from .segments import Folder, SealedLog, Segment
 
@@ -743,7 +754,7 @@ class RedisLog:
     ) -> None:
         """Append atomically if `epoch` is the current epoch and the last seq is `expect`; with it
         send the orders, move the intake's cursor ("": not), publish `acked` (source -> source_seq)
-        to the agents. O(records). Raises ValueError for a float that is not finite."""
+        to the agents. O(records). Raises TooLarge, ValueError for a float that is not finite."""
         wires: list[bytes] = []
         sends: list[tuple[int, str, bytes, tuple[bytes, bytes]]] = []
         for place, record in enumerate(records, start=1):
@@ -761,6 +772,8 @@ class RedisLog:
                     )
                     for node in to
                 ]
+        if why := size_error([len(wire) for wire in wires], APPEND_BYTES_MAX):
+            raise TooLarge(why)
         names = dict.fromkeys(node for _, node, _, _ in sends)
         nodes = {node: index for index, node in enumerate(names, start=1)}
         keys = (*self._keys("log", "epoch", "cursor", "acked", "nodes"), *self._streams(nodes))

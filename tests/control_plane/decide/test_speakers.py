@@ -125,3 +125,36 @@ def test_an_incarnation_is_known_from_its_first_report_on(driver: Driver) -> Non
     assert stranger(driver.state, said(left, f"n1/{known + 1}")) == why
     joins = r.NodeJoined(node="n1", incarnation=known + 1, host="h", pid=1, num_slots=1)
     assert stranger(driver.state, said(joins, f"n1/{known + 1}")) == ""
+
+
+def test_the_copies_of_a_store_end_only_by_the_word_of_its_node() -> None:
+    """A rank said that the store of another node was a later one: the copies of every task there
+    were forgotten, and what the node stored later did not count."""
+    d = Driver()
+    task = task_of(d, d.running())
+    rank = next(one for one in task.ranks.values() if one.slot.node == "n2")
+    start = d.state.nodes["n1"].keeper_start
+
+    def stored(keeper_start: int, node: str = "n1") -> Body:
+        return r.MemoryCheckpointStored(
+            task=task.id,
+            rank=rank.rank,
+            attempt=rank.attempt,
+            generation=task.generation,
+            step_version=1,
+            node=node,
+            copy_bytes=1,
+            checksum="crc32:00000000",
+            keeper_start=keeper_start,
+        )
+
+    assert not is_foreign(d, stored(start), "n2")
+    assert not is_foreign(d, stored(0), "n2"), "of an older agent"
+    for later in (start + 1, 2**53 - 1):
+        assert is_foreign(d, stored(later), "n2")
+        assert is_foreign(d, stored(later, "n2"), "n2"), "its ranks do not speak for the node"
+    lost = r.MemoryCheckpointsLost(
+        node="n1", incarnation=1, task=0, why="it has exited", keeper_start=start
+    )
+    d.tell(d.source("n1"), lost)
+    assert not is_foreign(d, stored(start + 1), "n2")

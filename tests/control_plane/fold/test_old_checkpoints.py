@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 from decider import Driver, only, spec, task_of
-from unicron.control_plane.fold.checkpoints import REMOVALS_NUM_MAX
+from unicron.control_plane.decide.transition import PUBLICATIONS_NUM_MAX
+from unicron.control_plane.fold.checkpoints import REMOVALS_NUM_MAX, UNPUBLISHED_NUM_MAX
 from unicron.events.records import orders as o
+from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
 
 pytestmark = pytest.mark.nodes(2)
@@ -76,3 +78,21 @@ def test_none_goes_that_a_recovery_may_read(d: Driver) -> None:
         assert task_of(d, task).checkpoint_path == known
     waiting = {one.path for one in task_of(d, task).publishing.values()}
     assert not waiting & set(removed(records))
+
+
+def test_checkpoints_that_nobody_publishes_have_a_bound(d: Driver) -> None:
+    """A node that reports new paths and publishes none made the leader's memory grow."""
+    task = task_with(d, checkpoint_keep=1)
+    d.obey(save(d, task))
+    published = paths(d, task)
+    ordered = sum(len(only(o.PublishCheckpoint, save(d, task))) for _ in range(400))
+    assert ordered == len(task_of(d, task).publishing) == PUBLICATIONS_NUM_MAX
+    assert len(paths(d, task)) == UNPUBLISHED_NUM_MAX + len(published)
+    assert paths(d, task)[: len(published)] == published, "a recovery may read it"
+    num_orders = len(d.state.orders)
+    newest = max(task_of(d, task).publishing)
+    path = task_of(d, task).publishing[newest].path
+    records = d.tell(d.source("n1"), r.CheckpointPublished(task=task, order=newest, path=path))
+    (next_order,) = only(o.PublishCheckpoint, records)
+    assert next_order.body.path == paths(d, task)[-1], "the newest is published next"
+    assert len(d.state.orders) == num_orders - PUBLICATIONS_NUM_MAX + 1

@@ -24,7 +24,8 @@ from unicron.control_plane.service import leader as leader_module
 from unicron.control_plane.service.coordinator import Coordinator
 from unicron.control_plane.service.dead_letters import FILE_BYTES_MAX, DeadLetters
 from unicron.control_plane.state.cluster import ClusterState, encode_state
-from unicron.events.log import archive
+from unicron.events.errors import TooLarge, UsageError
+from unicron.events.log import archive, port
 from unicron.events.log.embedded_server import Server
 from unicron.events.log.identity import (
     AGENT_REPORTS,
@@ -38,6 +39,7 @@ from unicron.events.log.port import Batch, Rejected
 from unicron.events.log.redis_streams import LIST_NUM_MAX, RedisLog
 from unicron.events.records import codec
 from unicron.events.records import reports as r
+from unicron.events.records.bounds import SENTENCE_CHARS_MAX
 from unicron.events.records.codec import UnknownBody
 from unicron.events.records.envelope import Record, Report
 from unicron.events.records.types import Body, OperatorRequest
@@ -453,6 +455,84 @@ async def test_a_report_that_raises_is_one_dead_letter_also_in_turns_that_end_ea
     finally:
         await log.close()
     assert num_failed == 1
+
+
+async def test_texts_without_a_bound_are_dead_letters_and_stop_no_leader(
+    own_server: Server, tmp_path: Path
+) -> None:
+    """64 failed checks with names of 1 MB made a plan that the log's server did not take: the
+    leader tried it for ever, also after a restart."""
+    identities, letters = Identities(bytes(SECRET_BYTES), CLUSTER), tmp_path / "letters.jsonl"
+    log = RedisLog(own_server.url, CLUSTER, identities.key)
+    errs = r.HealthChanged(node="n1", incarnation=1, check="x", health="unhealthy", why="y" * 9000)
+    long = [msgspec.structs.replace(errs, check=f"{n}" + "y" * 1_000_000) for n in range(3)]
+    options: dict[str, Any] = {"nonce": "a", "code": "test", "policy": Policy()}
+    dead = DeadLetters(letters)
+    leader = Coordinator(log, clock=real_clock, dead_letters=dead, **options)
+    leads = asyncio.create_task(leader.run())
+    try:
+        assert await leader.find_leader() == ""
+        await log.admit({"n1": 1})
+        sent = [joined(), *long, errs]
+        await log.send([reported(body, number=at) for at, body in enumerate(sent, 1)])
+        async with asyncio.timeout(20.0):
+            while await log.acked("n1/1") < len(sent):
+                await asyncio.sleep(0.05)
+        state = await leader.settled()
+        records = await log.read(after=0, num_max=1000)
+        leader.stop()
+        await leads
+    finally:
+        leads.cancel()
+        await log.close()
+    assert (state.reports_lost, dead.num, len(encode_state(state)) < 20_000) == (3, 3, True)
+    assert [one.check for one in state.nodes["n1"].checks] == ["x"]
+    assert "check has 1000001 characters, at most 256 are taken" in letters.read_text()
+    (told,) = [one.body for one in records if isinstance(one.body, r.HealthChanged)]
+    assert len(told.why) == SENTENCE_CHARS_MAX, "a sentence is cut, as its agent should have"
+
+
+async def test_what_the_server_would_not_take_is_not_sent_to_it(
+    own_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows from a report of a node is a dead letter, from a request an error; an append
+    that is too large ends its leader, which could only repeat it."""
+    monkeypatch.setattr(port, "RECORD_BYTES_MAX", 20_000)
+    log = RedisLog(own_server.url, CLUSTER, Identities(bytes(SECRET_BYTES), CLUSTER).key)
+    large = UnknownBody(kind="Foo", version=1, raw=encode({"a": "x" * 30_000}))
+    counted: list[int] = []
+    dead = DeadLetters(None, counted.append)
+    try:
+        async with leading(log, clock=real_clock, dead_letters=dead) as leader:
+            await log.admit({"n1": 1})
+            left = r.NodeLeft(node="n1", incarnation=1, reason="")
+            sent = [joined(), large, left]
+            await log.send([reported(body, number=at) for at, body in enumerate(sent, 1)])
+            with pytest.raises(UsageError, match=r"a record has 30\d+ bytes, and at most 20000"):
+                await leader.write("x", r.HealingFrozen(reason="x" * 30_000))
+            assert await leader.write("y", r.HealingFrozen(reason="")) > 0
+            async with asyncio.timeout(20.0):
+                while await log.acked("n1/1") < len(sent):
+                    await asyncio.sleep(0.05)
+            state = await leader.settled()
+            assert (state.nodes["n1"].health, state.reports_lost) == ("left", 1)
+            assert counted == [1]
+            seq, epoch = state.seq + 1, state.epoch
+            record = Record(
+                seq=seq,
+                epoch=epoch,
+                at_s=1.0,
+                occurred_s=1.0,
+                source="n1/1",
+                source_seq=4,
+                cause=0,
+                incident=0,
+                body=large,
+            )
+            with pytest.raises(TooLarge, match="and at most 20000 are written"):
+                await log.append([record], epoch=epoch, expect=seq - 1, cursor="", acked={})
+    finally:
+        await log.close()
 
 
 class Failing:

@@ -28,6 +28,7 @@ from msgspec import Struct
 from ....events.decoding import from_msgpack
 from ....events.log.intake import report_fault
 from ....events.records import reports
+from ....events.records.bounds import cut, excess
 from ....events.records.codec import decode_report, encode_report, not_finite
 from ....events.records.envelope import Report
 from ....events.records.types import Body
@@ -132,9 +133,9 @@ class Spool:
             source=self.source,
             source_seq=self.last + 1,
             occurred_s=self._clock() if occurred_s is None else occurred_s,
-            body=body,
+            body=cut(body),
         )
-        if (why := report_fault(report)) and not not_finite(body):
+        if (why := report_fault(report) or excess(report.body)) and not not_finite(body):
             _log.error("a report is lost", kind=type(body).__name__, why=why)
             entry = self._lost(report.source_seq, 1, report.occurred_s)
             report = entry.report
