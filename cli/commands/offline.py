@@ -330,6 +330,12 @@ def _read_rest(state: StateDir, cluster: str, after: int) -> list[Record]:
             f"note: {found.snapshot} of the server is not read: only a server reads it. "
             f"Records after {after} may be there"
         )
+    if found.cut:
+        last = found.records[-1].seq if found.records else after
+        console.talk(
+            f"note: {found.cut} of the server ends within a command: it was cut, or its server was "
+            f"killed while it wrote. Records after {last} may be missing"
+        )
     return found.records
 
 

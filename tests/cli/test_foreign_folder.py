@@ -170,7 +170,7 @@ def test_the_folder_of_another_user_is_refused(cluster_folder: Path, tmp_path: P
             assert (refused.returncode, refused.stdout) == (2, ""), (words, refused)
             assert len(refused.stderr.strip().splitlines()) == 2, refused.stderr
             assert (
-                "is not a file of this user"
+                f"is no file of the log: belongs to user {NOBODY}"
                 if part
                 else f"{folder} belongs to user {NOBODY}, not to 0"
             ) in refused.stderr
