@@ -1240,6 +1240,14 @@ def run_command(arguments: Sequence[str]) -> int:
             f"{place}{(error.strerror or str(error)).lower()}", "check the path and its rights"
         )
         return EXIT_USAGE if error.filename else EXIT_FAILED
+    except MemoryError as error:
+        error.__traceback__ = None  # it holds what has filled the memory
+        console.error(
+            f"{' '.join(['unicron', *first])} needs more memory than this process may take",
+            "ulimit -v and free -m say how much that is; if it reads a file or folder of others, "
+            "that may be made to fill the memory",
+        )
+        return EXIT_FAILED
     except Exception:
         from .cluster import answers
 
