@@ -599,7 +599,10 @@ def logs(
 
 @calls(app, "commands.replay.replay")
 def replay(
-    path: Annotated[Path | None, typer.Argument(metavar="FILE", help="An exported log.")] = None,
+    path: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE|DIR", help="An exported log, or a state folder."),
+    ] = None,
     live: Annotated[bool, typer.Option("--live", help="The running cluster's log.")] = False,
     until: Annotated[int | None, typer.Option(min=0, metavar="SEQ", help="Stop after it.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Decide again and compare.")] = False,

@@ -97,7 +97,7 @@ class _Pace(io.RawIOBase):
             too_slow = f"the head of the answer did not come within {self._head_s:g} s"
         else:
             left_s = None if self._body_s is None else self._body_s - self._waited_s
-            too_slow = f"less than {BODY_BYTES_MIN} bytes of the answer came in {self._body_s} s"
+            too_slow = f"less than {BODY_BYTES_MIN} bytes came in {self._body_s or 0:g} s"
         if left_s is not None and left_s <= 0:
             raise TimeoutError(too_slow)
         self._sock.settimeout(left_s)

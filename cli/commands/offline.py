@@ -34,7 +34,7 @@ from ..cluster.client import (
     connect,
     running_here,
 )
-from ..cluster.state_dir import StateDir, read_json
+from ..cluster.state_dir import StateDir, opened, read_json
 from ..terminal import console
 
 if TYPE_CHECKING:
@@ -165,6 +165,14 @@ class OfflineClient(Client):
         with _usage_errors(folder.where):
             sealed = SealedLog(folder)
             return cls(folder, sealed, _read_rest(state, folder.cluster, sealed.last))
+
+    @classmethod
+    def open_whole(cls, path: Path) -> OfflineClient:
+        """Read the state folder at this path. Raises UsageError, also if it has no log."""
+        client = cls.open(opened(path))
+        if not client.last:
+            raise UsageError(f"{path} has no log", "name a state folder, or an exported file")
+        return client
 
     @property
     def last(self) -> int:

@@ -228,8 +228,11 @@ def test_version():
             ("agent", "--url", "http://127.0.0.1:9", "--advertise", "10.255.255.254"),
             "this host has no address 10.255.255.254",
         ),
-        (("replay",), "name either an exported file or --live"),
-        (("replay", "log.jsonl", "--live"), "name either an exported file or --live"),
+        (("replay",), "name either an exported file, a state folder or --live"),
+        (
+            ("replay", "log.jsonl", "--live"),
+            "name either an exported file, a state folder or --live",
+        ),
         (("replay", "absent.jsonl"), "absent.jsonl"),
         (("up", "--redis", "http://x"), "--redis is not a redis:// URL"),
         (("up", "--redis", "redis://127.0.0.1:9"), "no Redis answers at 127.0.0.1:9"),

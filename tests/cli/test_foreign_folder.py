@@ -37,6 +37,7 @@ LOOKS = (
     ("incident",),
     ("export", "OUT"),
     ("replay", "--live"),
+    ("replay", "DIR"),
     ("log", "status"),
 )
 ACTS = (
@@ -55,7 +56,7 @@ ACTS = (
 
 def look(folder: Path, words: tuple[str, ...], tmp_path: Path) -> Any:
     named = {"DIR": str(folder), "OUT": str(tmp_path / "out.jsonl")}
-    if words[0] == "view":
+    if "DIR" in words:
         return Cluster(tmp_path / "other")(*[named.get(word, word) for word in words])
     return Cluster(folder)(*[named.get(word, word) for word in words])
 
@@ -97,6 +98,26 @@ def test_ones_own_folder_is_read_after_a_crash(cluster_folder: Path, tmp_path: P
         assert seq >= int((cluster_folder.parent / "seq").read_text())
         lines = look(folder, ("tail", "-o", "jsonl"), tmp_path).stdout.splitlines()
         assert [json.loads(line)["seq"] for line in lines] == list(range(1, seq + 1))
+        folded = look(folder, ("replay", "DIR", "-o", "json"), tmp_path)
+        assert json.loads(folded.stdout)["cluster"]["seq"] == seq
+        assert look(folder, ("replay", "DIR", "--verify"), tmp_path).returncode == 0
+        assert "cut" not in shown.stderr + folded.stderr
+
+
+def test_a_log_that_was_cut_is_told(cluster_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    copy(cluster_folder, folder)
+    (path,) = (folder / "server" / "appendonlydir").glob("*.incr.aof")
+    os.truncate(path, path.stat().st_size // 2)
+    for words in (("status", "--at", "1"), ("replay", "DIR")):
+        shown = look(folder, words, tmp_path)
+        assert shown.returncode == 0, shown
+        assert f"note: {path.name} of the server ends within a command" in shown.stderr
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    refused = look(folder, ("status",), tmp_path)
+    assert refused.returncode == 2
+    assert f"{path} is no file of the log: a fifo, not a regular file" in refused.stderr
 
 
 def test_down_ends_no_process_that_only_a_file_names(tmp_path: Path) -> None:
