@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import secrets
+import shlex
 import shutil
 import socket
 import sys
@@ -31,7 +32,7 @@ from ...events.secret_environment import TOKEN, URL, checked_token
 from ...events.whole_numbers import whole_number
 from . import answers, processes
 from .answers import Interrupted, NotAControlPlane
-from .state_dir import StateDir, default, opened, read_json
+from .state_dir import StateDir, default, opened, read_json, shown
 
 if TYPE_CHECKING:
     from ...control_plane.api.messages import NodeView, TaskView, View
@@ -394,9 +395,7 @@ def connect(state: StateDir | None = None, urls: Urls = None) -> Client:
                     f"{one.url}: --ca and $UNICRON_CA are for https://", "--url https://..."
                 )
         return first
-    start = "unicron up" + ("" if state.path == default() else f" {state.option}")
-    if shutil.which("sbatch"):
-        start += "; a cluster in a job of Slurm answers when that runs: squeue --me"
+    start = how_to_start(state)
     if not files:
         away = _away(state)
         raise Unreachable(
@@ -420,6 +419,26 @@ def connect(state: StateDir | None = None, urls: Urls = None) -> Client:
         for file in files
     )
     return first
+
+
+def how_to_start(state: StateDir) -> str:
+    """What starts a cluster on this folder, as a hint. One that was copied here, or is of another
+    host, may be somebody else's: a cluster on it would run the tasks of its log."""
+    last, host = read_json(state.log) or {}, platform.node()
+    folder = Path(str(last.get("folder", state.path)))
+    is_copy = folder.resolve() != state.path.resolve() or (
+        bool(state.control_planes()) and not running_here(state)
+    )
+    if is_copy or last.get("host", host) != host:
+        return (
+            f"unicron replay {shlex.quote(shown(state.path))} shows its log; it was written on "
+            f"{last.get('host', host)} in {folder if folder != state.path else 'another folder'}: "
+            "start a cluster only on a folder of your own"
+        )
+    start = "unicron up" + ("" if state.path == default() else f" {state.option}")
+    if shutil.which("sbatch"):
+        start += "; a cluster in a job of Slurm answers when that runs: squeue --me"
+    return start
 
 
 def _away(state: StateDir) -> str:

@@ -32,6 +32,7 @@ from ..cluster.client import (
     Unreachable,
     Urls,
     connect,
+    how_to_start,
     running_here,
 )
 from ..cluster.state_dir import StateDir, opened, read_json
@@ -154,8 +155,10 @@ def _say_pruned(after: int) -> None:
 class OfflineClient(Client):
     """Answers the reads of a Client from segments and the `rest`; else raises Unreachable."""
 
-    def __init__(self, folder: Folder, sealed: SealedLog, rest: Sequence[Record]) -> None:
-        super().__init__("http://localhost:1", "")
+    def __init__(
+        self, folder: Folder, sealed: SealedLog, rest: Sequence[Record], hint: str
+    ) -> None:
+        super().__init__("http://localhost:1", "", hint)
         self._folder, self._sealed, self._rest = folder, sealed, rest
 
     @classmethod
@@ -164,7 +167,8 @@ class OfflineClient(Client):
         folder = folder_of(state)
         with _usage_errors(folder.where):
             sealed = SealedLog(folder)
-            return cls(folder, sealed, _read_rest(state, folder.cluster, sealed.last))
+            rest = _read_rest(state, folder.cluster, sealed.last)
+            return cls(folder, sealed, rest, how_to_start(state))
 
     @classmethod
     def open_whole(cls, path: Path) -> OfflineClient:
@@ -221,16 +225,16 @@ class OfflineClient(Client):
             return view(state, now_s=None if "at" in query else time.time())
         if path == "/v1/plan":
             return msgspec.to_builtins(dry_run.explain_present_plan(encode_state(state)))
-        raise Unreachable("no control plane runs here", "unicron up")
+        raise Unreachable("no control plane runs here", self._hint)
 
     def post(self, path: str, body: object, limit_s: float = REPLY_S_MAX, **headers: str) -> Any:
         """Raises Unreachable."""
-        raise Unreachable("no control plane runs here", "unicron up")
+        raise Unreachable("no control plane runs here", self._hint)
 
     def records(self, after: int, *, follow: bool) -> Iterator[dict[str, Any]]:
         """See Client.records. Raises Unreachable with `follow`."""
         if follow:
-            raise Unreachable("no control plane runs here to follow", "unicron up")
+            raise Unreachable("no control plane runs here to follow", self._hint)
         return map(codec.to_plain, self._read(after))
 
     def _read(self, after: int) -> Iterator[Record]:

@@ -95,7 +95,8 @@ def control_plane(
     loaded = job_file.load_policy(policy) if policy is not None else Policy()
     _write_pid_file(state, name)
     segments = segments if not segments or is_url(segments) else str(Path(segments).absolute())
-    write_json(state.log, {"cluster": cluster, "segments": segments})
+    where = {"host": platform.node(), "folder": str(state.path)}
+    write_json(state.log, {"cluster": cluster, "segments": segments, **where})
     raise typer.Exit(
         server.run(
             server.Options(

@@ -104,6 +104,32 @@ def test_ones_own_folder_is_read_after_a_crash(cluster_folder: Path, tmp_path: P
         assert "cut" not in shown.stderr + folded.stderr
 
 
+def test_no_hint_starts_a_cluster_on_a_folder_of_others(
+    cluster_folder: Path, tmp_path: Path
+) -> None:
+    """On a copy, or a folder of another host; on one's own folder it does."""
+    folder = tmp_path / "state"
+    copy(cluster_folder, folder)
+    for where, is_own in ((cluster_folder, True), (folder, False)):
+        for one in (
+            ("log", "dead-letters"),
+            ("cancel", "1"),
+            ("plan", "--without", "n1"),
+            ("freeze",),
+        ):
+            refused = look(where, one, tmp_path)
+            assert refused.returncode == 3, (one, refused)
+            hint = refused.stderr.splitlines()[-1]
+            assert ("unicron up" in hint) == is_own, (one, hint)
+            assert (f"unicron replay {where} shows its log" in hint) != is_own, (one, hint)
+    for path in folder.glob("control_plane*.json"):
+        path.unlink()
+    (folder / "log.json").write_text(json.dumps({"host": "elsewhere", "folder": str(folder)}))
+    hint = look(folder, ("freeze",), tmp_path).stderr.splitlines()[-1]
+    assert "it was written on elsewhere" in hint
+    assert "unicron up" not in hint
+
+
 def test_a_log_that_was_cut_is_told(cluster_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "state"
     copy(cluster_folder, folder)
