@@ -259,8 +259,8 @@ class _Held:
                 case b"MULTI":
                     begun = []
                 case b"EXEC":
-                    for entry in begun or ():
-                        self._add(*entry)
+                    for held in begun or ():
+                        self._add(*held)
                     begun = None
                 case _ if command.words:
                     seq, entry, wire = _added(command, parser.path.name)
