@@ -93,7 +93,7 @@ class _Pace(io.RawIOBase):
         """See io.RawIOBase. Raises OSError."""
         began_s = time.monotonic()
         if self._head_until_s is not None:
-            left_s = self._head_until_s - began_s
+            left_s: float | None = self._head_until_s - began_s
             too_slow = f"the head of the answer did not come within {self._head_s:g} s"
         else:
             left_s = None if self._body_s is None else self._body_s - self._waited_s
