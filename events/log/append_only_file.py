@@ -219,14 +219,17 @@ class _Parser:
 
     def _word(self, bytes_max: int) -> bytes | None:
         """The next word, at most its first bytes; None if the file ends before the word does."""
-        length = self._number(b"$", line := self._file.readline(LINE_BYTES_MAX))
-        if not line.endswith(b"\n") or length >= self._size:
+        line = self._file.readline(LINE_BYTES_MAX)
+        length = self._number(b"$", line)
+        if length <= SKIP_BYTES:
+            word = self._file.read(length + 2)
+            if len(word) < length + 2:
+                return None
+            return word[:length] if length < bytes_max else word[:bytes_max]
+        if length >= self._size:
             return None
         word = self._file.read(min(length, bytes_max))
-        rest = length + 2 - len(word)
-        if rest <= SKIP_BYTES:
-            return word if len(self._file.read(rest)) == rest else None
-        end = self._file.seek(rest, os.SEEK_CUR)
+        end = self._file.seek(length + 2 - len(word), os.SEEK_CUR)
         return word if end <= self._size else None
 
     def _number(self, sign: bytes, line: bytes) -> int:
