@@ -599,7 +599,10 @@ def logs(
 
 @calls(app, "commands.replay.replay")
 def replay(
-    path: Annotated[Path | None, typer.Argument(metavar="FILE", help="An exported log.")] = None,
+    path: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE|DIR", help="An exported log, or a state folder."),
+    ] = None,
     live: Annotated[bool, typer.Option("--live", help="The running cluster's log.")] = False,
     until: Annotated[int | None, typer.Option(min=0, metavar="SEQ", help="Stop after it.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Decide again and compare.")] = False,
@@ -1240,6 +1243,14 @@ def run_command(arguments: Sequence[str]) -> int:
             f"{place}{(error.strerror or str(error)).lower()}", "check the path and its rights"
         )
         return EXIT_USAGE if error.filename else EXIT_FAILED
+    except MemoryError as error:
+        error.__traceback__ = None  # it holds what has filled the memory
+        console.error(
+            f"{' '.join(['unicron', *first])} needs more memory than this process may take",
+            "ulimit -v and free -m say how much that is; if it reads a file or folder of others, "
+            "that may be made to fill the memory",
+        )
+        return EXIT_FAILED
     except Exception:
         from .cluster import answers
 

@@ -6,12 +6,13 @@ never waits for a reader, as it would with a pipe. Why: docs/decisions/bounded-o
 
 import codecs
 import errno
+import io
 import os
 import stat
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .file_space import free_bytes, punch
 
@@ -60,6 +61,30 @@ def read_part(file: int, offset: int, num_bytes_max: int) -> Part:
                 offset = end
                 continue
         return Part(begin, data)
+
+
+class DataReader(io.RawIOBase):
+    """Reads what a regular file has: what was dropped is one line's end, and not zeros, which may
+    be a TB."""
+
+    def __init__(self, file: int) -> None:
+        """`file`: open as long as this reads it."""
+        self._file, self._at = file, 0
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """See io.RawIOBase. Raises OSError."""
+        part = read_part(self._file, self._at, len(buffer))
+        if self._at < part.begin and part.data:
+            self._at = part.begin
+            buffer[:1] = b"\n"
+            return 1
+        buffer[: len(part.data)] = part.data
+        self._at = part.begin + len(part.data)
+        return len(part.data)
 
 
 def _next_data(file: int, offset: int) -> int:

@@ -29,7 +29,8 @@ def open_regular(path: Path, *, follow: bool = True, uid: int | None = None) -> 
         raise OSError(errno.EPERM, f"belongs to user {opened.st_uid}", str(path))
     if stat.S_ISDIR(opened.st_mode):
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise OSError(errno.EINVAL, "not a regular file", str(path))
+    kind = "a fifo, not a regular file" if stat.S_ISFIFO(opened.st_mode) else "not a regular file"
+    raise OSError(errno.EINVAL, kind, str(path))
 
 
 def read_regular(

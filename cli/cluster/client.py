@@ -11,14 +11,16 @@ import json
 import os
 import platform
 import secrets
+import shlex
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote, urlencode
 
 from ...events import network_address, tls, unix_socket
@@ -30,7 +32,7 @@ from ...events.secret_environment import TOKEN, URL, checked_token
 from ...events.whole_numbers import whole_number
 from . import answers, processes
 from .answers import Interrupted, NotAControlPlane
-from .state_dir import StateDir, default, opened, read_json
+from .state_dir import StateDir, default, opened, read_json, shown
 
 if TYPE_CHECKING:
     from ...control_plane.api.messages import NodeView, TaskView, View
@@ -42,6 +44,7 @@ FIND_S_MAX, FIND_EVERY_S = 15.0, 0.1
 """How long a request is tried again while another control plane takes over."""
 BUSY_S_MAX = 60.0
 """How long a read is tried again while others of its token are in progress."""
+BUSY = "the control plane answers as many reads of this token at a time as it may"
 Urls = Sequence[str] | None
 DRY_RUN_S_MAX = 120.0
 """A dry run of the largest job on 100,000 slots takes ten seconds; with limits, it takes longer."""
@@ -218,17 +221,17 @@ class Client:
         with self._open(
             "GET", "/v1/log", query=query, limit_s=None if follow else REPLY_S_MAX
         ) as answer:
-            for line in _lines(answer, self.url):
+            for line in answers.lines(answer, self.url):
                 if "seq" not in (record := answers.read_record(line, self.url)):
                     raise _refused(record, self._hint)
                 yield record
 
     def _open(
         self, method: str, path: str, *, limit_s: float | None = REPLY_S_MAX, **request: Any
-    ) -> http.client.HTTPResponse:
+    ) -> answers.Response:
         """Send it to the control plane that leads."""
         deadline_s, late = time.monotonic() + FIND_S_MAX, UnicronError()
-        busy_s = time.monotonic() + BUSY_S_MAX
+        busy_s, said_busy = time.monotonic() + BUSY_S_MAX, False
         while True:
             at = self.leader or self._find()
             try:
@@ -239,9 +242,13 @@ class Client:
                 self.leader = self._pointed_to(error.url)
                 late = Unable(str(error), self._hint)
             except Busy as error:
-                if time.monotonic() > busy_s:
+                if (left_s := busy_s - time.monotonic()) <= 0:
                     raise
-                time.sleep(error.again_s)
+                if not said_busy:
+                    said_busy = True
+                    with suppress(OSError):
+                        sys.stderr.write(f"{BUSY}: waiting for {BUSY_S_MAX:g} s at most\n")
+                time.sleep(min(error.again_s, left_s))
                 continue
             except Unable as error:
                 if not error.passes:
@@ -285,8 +292,10 @@ class Client:
         body: object = None,
         headers: dict[str, str] | None = None,
         limit_s: float | None = REPLY_S_MAX,
-    ) -> http.client.HTTPResponse:
+    ) -> answers.Response:
         link = self._link(min(limit_s or REPLY_S_MAX, REPLY_S_MAX))
+        response_class: Any = partial(answers.Response, limit_s=limit_s)
+        link.response_class = response_class
         sent = {
             "Authorization": f"Bearer {self.token}",
             "Connection": "close",
@@ -297,9 +306,7 @@ class Client:
         try:
             with suppress(BrokenPipeError, ConnectionResetError):  # a body may be refused unread
                 link.request(method, target, None if body is None else json.dumps(body), sent)
-            if link.sock is not None:
-                link.sock.settimeout(limit_s)
-            answer = link.getresponse()
+            answer = cast(answers.Response, link.getresponse())
         except (OSError, http.client.HTTPException) as error:
             link.close()
             if refusal := tls.refusal(error, self.url):
@@ -316,7 +323,9 @@ class Client:
             ) from None
         if answer.status == 307:
             link.close()
-            raise Leased(str(answer.headers["Unicron-Follows"]))
+            if (follows := answer.headers["Unicron-Follows"]) is None:
+                raise NotAControlPlane(self.url, f"{method} {path}: it points nowhere (307)")
+            raise Leased(str(follows))
         if answer.status >= 400:
             raise _refused(_problem(answer), self._hint, again_s=_retry_after_s(answer))
         return answer
@@ -386,9 +395,7 @@ def connect(state: StateDir | None = None, urls: Urls = None) -> Client:
                     f"{one.url}: --ca and $UNICRON_CA are for https://", "--url https://..."
                 )
         return first
-    start = "unicron up" + ("" if state.path == default() else f" {state.option}")
-    if shutil.which("sbatch"):
-        start += "; a cluster in a job of Slurm answers when that runs: squeue --me"
+    start = how_to_start(state)
     if not files:
         away = _away(state)
         raise Unreachable(
@@ -412,6 +419,26 @@ def connect(state: StateDir | None = None, urls: Urls = None) -> Client:
         for file in files
     )
     return first
+
+
+def how_to_start(state: StateDir) -> str:
+    """What starts a cluster on this folder, as a hint. One that was copied here, or is of another
+    host, may be somebody else's: a cluster on it would run the tasks of its log."""
+    last, host = read_json(state.log) or {}, platform.node()
+    folder = Path(str(last.get("folder", state.path)))
+    is_copy = folder.resolve() != state.path.resolve() or (
+        bool(state.control_planes()) and not running_here(state)
+    )
+    if is_copy or last.get("host", host) != host:
+        return (
+            f"unicron replay {shlex.quote(shown(state.path))} shows its log; it was written on "
+            f"{last.get('host', host)} in {folder if folder != state.path else 'another folder'}: "
+            "start a cluster only on a folder of your own"
+        )
+    start = "unicron up" + ("" if state.path == default() else f" {state.option}")
+    if shutil.which("sbatch"):
+        start += "; a cluster in a job of Slurm answers when that runs: squeue --me"
+    return start
 
 
 def _away(state: StateDir) -> str:
@@ -442,19 +469,6 @@ def authority(host: str, port: int, state: StateDir, ca: str = "") -> str:
         raise Unreachable(
             f"nothing answers at {where} ({answers.reason(error)})", "check it"
         ) from None
-
-
-def _lines(answer: http.client.HTTPResponse, url: str) -> Iterator[bytes]:
-    """Not by readline(), which takes a broken stream for its end."""
-    left = b""
-    try:
-        while part := answer.read1():
-            *lines, left = (left + part).split(b"\n")
-            yield from filter(None, lines)
-            if len(left) > answers.LINE_BYTES_MAX:
-                raise NotAControlPlane(url, f"a line has more than {answers.LINE_BYTES_MAX} bytes")
-    except (OSError, http.client.HTTPException) as error:
-        raise answers.interrupted(error) from None
 
 
 def _problem(answer: http.client.HTTPResponse) -> dict[str, Any]:

@@ -1,15 +1,19 @@
 """`unicron classify`: the status and severity of each line of a log, and how Unicron handles it."""
 
+import os
+import stat
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
 from msgspec import Struct
 
 from ...control_plane.incidents.severity import HANDLING, severity_of
+from ...events.bounded_file import DataReader
 from ...events.decoding import from_loose_json
 from ...events.errors import UsageError
 from ...workers.diagnosis.classifier import Verdict
@@ -55,6 +59,8 @@ def classify(file: Path | None, *, as_json: bool) -> None:
                 raise UsageError(
                     f"{file}: {why.lower()}", "give the name of a text file, or pipe the text in"
                 ) from None
+            if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                stream = BufferedReader(DataReader(stream.fileno()), LINE_BYTES_MAX)
         verdicts = _verdicts(stream, name)
         if as_json:
             for text, verdict in verdicts:

@@ -32,17 +32,11 @@ def view(path: Path, *, port: int, print_only: bool) -> None:
     from ...control_plane.api import recorded
     from ...control_plane.history.timeline import Timeline
     from ...events.log import archive
-    from . import offline
+    from .offline import folder_of
     from .replay import foldable, open_log
 
-    if path.is_dir():
-        client = offline.OfflineClient.open(opened(path))
-        if not client.last:
-            raise UsageError(f"{path} has no log", "name a state folder, or an exported file")
-        log, cluster = offline.log_of(client), str(client.get("/v1/health")["cluster"])
-    else:
-        log = open_log(StateDir(path.parent), None, path)
-        cluster = archive.header(path).cluster
+    log = open_log(StateDir(path.parent), None, path)
+    cluster = folder_of(opened(path)).cluster if path.is_dir() else archive.header(path).cluster
     console.talk(f"{path}: reading the log")
     with foldable(path):
         records, state = list(log.read()), log.state()

@@ -31,9 +31,10 @@ from ..cluster.client import (
     Unreachable,
     Urls,
     connect,
+    how_to_start,
     running_here,
 )
-from ..cluster.state_dir import StateDir, read_json
+from ..cluster.state_dir import StateDir, opened, read_json
 from ..terminal import console
 
 if TYPE_CHECKING:
@@ -145,8 +146,10 @@ def _say_pruned(after: int) -> None:
 class OfflineClient(Client):
     """Answers the reads of a Client from segments and the `rest`; else raises Unreachable."""
 
-    def __init__(self, folder: Folder, sealed: SealedLog, rest: Sequence[Record]) -> None:
-        super().__init__("http://localhost:1", "")
+    def __init__(
+        self, folder: Folder, sealed: SealedLog, rest: Sequence[Record], hint: str
+    ) -> None:
+        super().__init__("http://localhost:1", "", hint)
         self._folder, self._sealed, self._rest = folder, sealed, rest
 
     @classmethod
@@ -155,7 +158,16 @@ class OfflineClient(Client):
         folder = folder_of(state)
         with _usage_errors(folder.where):
             sealed = SealedLog(folder)
-            return cls(folder, sealed, _read_rest(state, folder.cluster, sealed.last))
+            rest = _read_rest(state, folder.cluster, sealed.last)
+            return cls(folder, sealed, rest, how_to_start(state))
+
+    @classmethod
+    def open_whole(cls, path: Path) -> OfflineClient:
+        """Read the state folder at this path. Raises UsageError, also if it has no log."""
+        client = cls.open(opened(path))
+        if not client.last:
+            raise UsageError(f"{path} has no log", "name a state folder, or an exported file")
+        return client
 
     @property
     def last(self) -> int:
@@ -204,16 +216,16 @@ class OfflineClient(Client):
             return view(state, now_s=None if "at" in query else time.time())
         if path == "/v1/plan":
             return msgspec.to_builtins(dry_run.explain_present_plan(encode_state(state)))
-        raise Unreachable("no control plane runs here", "unicron up")
+        raise Unreachable("no control plane runs here", self._hint)
 
     def post(self, path: str, body: object, limit_s: float = REPLY_S_MAX, **headers: str) -> Any:
         """Raises Unreachable."""
-        raise Unreachable("no control plane runs here", "unicron up")
+        raise Unreachable("no control plane runs here", self._hint)
 
     def records(self, after: int, *, follow: bool) -> Iterator[dict[str, Any]]:
         """See Client.records. Raises Unreachable with `follow`."""
         if follow:
-            raise Unreachable("no control plane runs here to follow", "unicron up")
+            raise Unreachable("no control plane runs here to follow", self._hint)
         return map(codec.to_plain, self._read(after))
 
     def _read(self, after: int) -> Iterator[Record]:
@@ -320,6 +332,12 @@ def _read_rest(state: StateDir, cluster: str, after: int) -> list[Record]:
         console.talk(
             f"note: {found.snapshot} of the server is not read: only a server reads it. "
             f"Records after {after} may be there"
+        )
+    if found.cut:
+        last = found.records[-1].seq if found.records else after
+        console.talk(
+            f"note: {found.cut} of the server ends within a command: it was cut, or its server was "
+            f"killed while it wrote. Records after {last} may be missing"
         )
     return found.records
 

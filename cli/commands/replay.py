@@ -17,7 +17,7 @@ from ..cluster.client import Urls
 from ..cluster.state_dir import StateDir
 from ..terminal import console
 from ..terminal.format import Plain, count, labelled, lost_cell, table
-from .offline import UNFOLDABLE, Log, connect_to_read, log_of
+from .offline import UNFOLDABLE, Log, OfflineClient, connect_to_read, log_of
 from .tasks import incident_id, option_for
 
 if TYPE_CHECKING:
@@ -52,10 +52,13 @@ def export(state: StateDir, url: Urls, path: Path) -> None:
 
 
 def open_log(state: StateDir, url: Urls, path: Path | None) -> Log:
-    """The log of an exported file, else of the cluster. Raises UsageError, as do its reads."""
+    """The log of an exported file or a state folder, else of the cluster. Raises UsageError, as do
+    its reads."""
     with _usage_errors(path):
         if path is None:
             found = log_of(connect_to_read(state, url))
+        elif path.is_dir():
+            found = log_of(OfflineClient.open_whole(path))
         else:
             head = archive.header(path)
             found = Log(lambda: archive.read(path), head.first_seq - 1, head.begins)
@@ -109,8 +112,8 @@ def replay(
         raise UsageError("--diff goes with no other option than --live", "give one of them")
     if (path is None) == (not live) and (diff is None or live):
         raise UsageError(
-            "name either an exported file or --live",
-            "unicron replay FILE, or unicron replay --live",
+            "name either an exported file, a state folder or --live",
+            "unicron replay FILE|DIR, or unicron replay --live",
         )
     if diff is not None and path is None and not live:
         for name in diff:

@@ -95,7 +95,7 @@ def control_plane(
     loaded = job_file.load_policy(policy) if policy is not None else Policy()
     _write_pid_file(state, name)
     segments = segments if not segments or is_url(segments) else str(Path(segments).absolute())
-    write_json(state.log, {"cluster": cluster, "segments": segments})
+    _write_log_file(state, cluster, segments)
     raise typer.Exit(
         server.run(
             server.Options(
@@ -295,6 +295,12 @@ def num_devices() -> int:
         )
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(found)
     return len(found)
+
+
+def _write_log_file(state: StateDir, cluster: str, segments: str) -> None:
+    """Note for commands whose log this is, and where; a copy of the folder is known by it."""
+    here = {"host": platform.node(), "folder": str(state.path)}
+    write_json(state.log, {"cluster": cluster, "segments": segments, **here})
 
 
 def _write_pid_file(state: StateDir, name: str) -> None:

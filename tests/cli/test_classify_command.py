@@ -14,6 +14,7 @@ import pytest
 from unicron.cli.app import run_command
 from unicron.cli.commands import classify as classify_command
 from unicron.control_plane.incidents.severity import HANDLING
+from unicron.events.bounded_file import HEAD_BYTES
 
 DATA = Path(__file__).parents[1] / "data"
 UNICRON = Path(sys.executable).parent / "unicron"
@@ -294,3 +295,17 @@ def test_an_endless_log_is_streamed_until_the_reader_closes() -> None:
             process.kill()
             process.wait(LIMIT_S)
         judge.stderr.close()
+
+
+def test_what_was_dropped_of_an_output_is_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The bound of outputs leaves a hole of any size; to read 1 TB of zeros takes hours."""
+    path, lines = tmp_path / "output", [b"begun", b"torch.OutOfMemoryError: CUDA out of memory."]
+    with path.open("wb") as file:
+        file.write(lines[0].ljust(HEAD_BYTES))
+        file.seek(1 << 40)
+        file.write(lines[1] + b"\n")
+    assert run_command(["classify", str(path), "-o", "json"]) == 0
+    found = [json.loads(line)["text"].strip() for line in capsys.readouterr().out.splitlines()]
+    assert found == [line.decode() for line in lines]

@@ -228,8 +228,11 @@ def test_version():
             ("agent", "--url", "http://127.0.0.1:9", "--advertise", "10.255.255.254"),
             "this host has no address 10.255.255.254",
         ),
-        (("replay",), "name either an exported file or --live"),
-        (("replay", "log.jsonl", "--live"), "name either an exported file or --live"),
+        (("replay",), "name either an exported file, a state folder or --live"),
+        (
+            ("replay", "log.jsonl", "--live"),
+            "name either an exported file, a state folder or --live",
+        ),
         (("replay", "absent.jsonl"), "absent.jsonl"),
         (("up", "--redis", "http://x"), "--redis is not a redis:// URL"),
         (("up", "--redis", "redis://127.0.0.1:9"), "no Redis answers at 127.0.0.1:9"),
@@ -401,6 +404,21 @@ def test_replay_loads_no_server_client_and_no_torch(log):
     result = python(code)
     assert result.returncode == 0, result.stderr
     assert "VERIFIED" in result.stdout
+
+
+def test_a_file_that_fills_the_memory_is_told_in_one_line(tmp_path):
+    """60 MB of empty lists take 1.5 GB."""
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"format":"unicron-log","a":[' + b"[]," * 20_000_000 + b"[]]}\n")
+    result = python(
+        "import resource, sys; from unicron.cli.app import run_command; "
+        "resource.setrlimit(resource.RLIMIT_AS, (500 << 20, 500 << 20)); "
+        f"sys.exit(run_command(['replay', {str(path)!r}]))"
+    )
+    assert result.returncode == 1
+    line, hint = result.stderr.splitlines()
+    assert line == "error: unicron replay needs more memory than this process may take"
+    assert hint.startswith("hint: ulimit -v and free -m say how much that is")
 
 
 def test_replay_until(log):

@@ -37,6 +37,7 @@ LOOKS = (
     ("incident",),
     ("export", "OUT"),
     ("replay", "--live"),
+    ("replay", "DIR"),
     ("log", "status"),
 )
 ACTS = (
@@ -55,7 +56,7 @@ ACTS = (
 
 def look(folder: Path, words: tuple[str, ...], tmp_path: Path) -> Any:
     named = {"DIR": str(folder), "OUT": str(tmp_path / "out.jsonl")}
-    if words[0] == "view":
+    if "DIR" in words:
         return Cluster(tmp_path / "other")(*[named.get(word, word) for word in words])
     return Cluster(folder)(*[named.get(word, word) for word in words])
 
@@ -97,6 +98,52 @@ def test_ones_own_folder_is_read_after_a_crash(cluster_folder: Path, tmp_path: P
         assert seq >= int((cluster_folder.parent / "seq").read_text())
         lines = look(folder, ("tail", "-o", "jsonl"), tmp_path).stdout.splitlines()
         assert [json.loads(line)["seq"] for line in lines] == list(range(1, seq + 1))
+        folded = look(folder, ("replay", "DIR", "-o", "json"), tmp_path)
+        assert json.loads(folded.stdout)["cluster"]["seq"] == seq
+        assert look(folder, ("replay", "DIR", "--verify"), tmp_path).returncode == 0
+        assert "cut" not in shown.stderr + folded.stderr
+
+
+def test_no_hint_starts_a_cluster_on_a_folder_of_others(
+    cluster_folder: Path, tmp_path: Path
+) -> None:
+    """On a copy, or a folder of another host; on one's own folder it does."""
+    folder = tmp_path / "state"
+    copy(cluster_folder, folder)
+    for where, is_own in ((cluster_folder, True), (folder, False)):
+        for one in (
+            ("log", "dead-letters"),
+            ("cancel", "1"),
+            ("plan", "--without", "n1"),
+            ("freeze",),
+        ):
+            refused = look(where, one, tmp_path)
+            assert refused.returncode == 3, (one, refused)
+            hint = refused.stderr.splitlines()[-1]
+            assert ("unicron up" in hint) == is_own, (one, hint)
+            assert (f"unicron replay {where} shows its log" in hint) != is_own, (one, hint)
+    for path in folder.glob("control_plane*.json"):
+        path.unlink()
+    (folder / "log.json").write_text(json.dumps({"host": "elsewhere", "folder": str(folder)}))
+    hint = look(folder, ("freeze",), tmp_path).stderr.splitlines()[-1]
+    assert "it was written on elsewhere" in hint
+    assert "unicron up" not in hint
+
+
+def test_a_log_that_was_cut_is_told(cluster_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    copy(cluster_folder, folder)
+    (path,) = (folder / "server" / "appendonlydir").glob("*.incr.aof")
+    os.truncate(path, path.stat().st_size // 2)
+    for words in (("status", "--at", "1"), ("replay", "DIR")):
+        shown = look(folder, words, tmp_path)
+        assert shown.returncode == 0, shown
+        assert f"note: {path.name} of the server ends within a command" in shown.stderr
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    refused = look(folder, ("status",), tmp_path)
+    assert refused.returncode == 2
+    assert f"{path} is no file of the log: a fifo, not a regular file" in refused.stderr
 
 
 def test_down_ends_no_process_that_only_a_file_names(tmp_path: Path) -> None:
@@ -170,7 +217,7 @@ def test_the_folder_of_another_user_is_refused(cluster_folder: Path, tmp_path: P
             assert (refused.returncode, refused.stdout) == (2, ""), (words, refused)
             assert len(refused.stderr.strip().splitlines()) == 2, refused.stderr
             assert (
-                "is not a file of this user"
+                f"is no file of the log: belongs to user {NOBODY}"
                 if part
                 else f"{folder} belongs to user {NOBODY}, not to 0"
             ) in refused.stderr

@@ -7,13 +7,16 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_process import in_process
-from unicron.cli.cluster import answers
+from unicron.cli.cluster import answers, client
+from unicron.events.errors import UnicronError
 
 COMMANDS = (
     "status",
@@ -145,3 +148,128 @@ def test_an_answer_that_breaks_off_is_interrupted(tmp_path: Path) -> None:
         done = ask(f"http://127.0.0.1:{listener.getsockname()[1]}", "status -o json", tmp_path)
     assert done.returncode == 3, done
     assert "response was interrupted" in done.stderr
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+
+
+@contextmanager
+def answering(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """The URL of a server that answers each request so, until the client closes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    link, _ = listener.accept()
+                    threading.Thread(target=one, args=(link,), daemon=True).start()
+
+        def one(link: socket.socket) -> None:
+            with link, suppress(OSError):
+                link.recv(1 << 16)
+                answer(link)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def endless(begin: bytes, again: bytes, pause_s: float = 0.0) -> Callable[[socket.socket], None]:
+    def answer(link: socket.socket) -> None:
+        link.sendall(begin)
+        while True:
+            link.sendall(again)
+            time.sleep(pause_s)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "why"),
+    [
+        (endless(HEAD + b"Content-Length: 99999999\r\n\r\n", b" ", 0.1), 3, "less than 1024 bytes"),
+        (endless(HEAD + b"X: ", b"a", 0.1), 3, "the head of the answer did not come within 1 s"),
+        (endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000), 3, "head of the answer did not"),
+        (
+            endless(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n" * 10_000),
+            2,
+            "chunks of a few bytes",
+        ),
+    ],
+    ids=["body", "head", "continue", "chunks"],
+)
+def test_an_answer_that_makes_no_progress_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+    answer: Callable[[socket.socket], None],
+    code: int,
+    why: str,
+) -> None:
+    monkeypatch.setattr(answers, "PIECE_BYTES", 1 << 16)
+    with answering(answer) as url:
+        asker = client.Client(url, "secret")
+        for ask in (
+            lambda: asker.get("/v1/health", 1.0),
+            lambda: list(records(asker)),
+        ):
+            began_s = time.monotonic()
+            with pytest.raises(UnicronError, match=why) as raised:
+                ask()
+            assert raised.value.exit_code == code
+            assert time.monotonic() - began_s < 10.0
+
+
+def records(asker: client.Client) -> Iterator[bytes]:
+    opened = asker._open_here("GET", "/v1/log", limit_s=1.0)
+    return answers.lines(opened, asker.url)
+
+
+def test_whoever_rests_between_reads_is_not_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time in which nobody waits for the answer does not count."""
+    monkeypatch.setattr(answers, "BODY_S_MAX", 0.5)
+    lines = [b"%d" % number for number in range(5)]
+
+    def answer(link: socket.socket) -> None:
+        link.sendall(HEAD + b"\r\n")
+        for line in lines:
+            link.sendall(line + b"\n")
+            time.sleep(0.05)
+
+    with answering(answer) as url:
+        found = list[bytes]()
+        for line in records(client.Client(url, "secret")):
+            found.append(line)
+            time.sleep(0.3)
+    assert found == lines
+
+
+def test_a_busy_control_plane_is_waited_for_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "BUSY_S_MAX", 1.0)
+    said = b"HTTP/1.1 429 x\r\nRetry-After: 9999\r\nContent-Length: 2\r\n\r\n{}"
+    began_s = time.monotonic()
+    with answering(lambda link: link.sendall(said)) as url:
+        done = ask(url, "status", tmp_path)
+    assert time.monotonic() - began_s < 5.0
+    assert done.returncode == 1, done
+    assert done.stderr.splitlines()[0] == f"{client.BUSY}: waiting for 1 s at most"
+
+
+@pytest.mark.parametrize(
+    ("pointer", "code", "why"),
+    [
+        (b"", 2, "it points nowhere (307)"),
+        (b"Unicron-Follows: http://[::1\r\n", 2, "is not a control plane's address"),
+    ],
+)
+def test_a_pointer_to_nowhere_is_told(tmp_path: Path, pointer: bytes, code: int, why: str) -> None:
+    said = b"HTTP/1.1 307 x\r\n" + pointer + b"Content-Length: 0\r\n\r\n"
+    with answering(lambda link: link.sendall(said)) as url:
+        done = ask(url, "status", tmp_path)
+    assert (done.returncode, done.stdout) == (code, ""), done
+    assert why in done.stderr
+    assert "Traceback" not in done.stderr
