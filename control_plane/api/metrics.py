@@ -121,6 +121,9 @@ class Metrics(Collector):
             "notifications", "Messages to the webhook.", "result", ("sent", "failed")
         )
         self.reports_rejected = self._counter("reports_rejected", "What the intake rejected.")
+        self.connections_ended = self._counter(
+            "connections_ended", "Connections to the log's server that a node had too many of."
+        )
         of = self._histogram
         self._detection_s = of("detection", "From a fault to its first report in the log.")
         self._decision_s = of("decision", "From the first report of a fault to its incident.")
