@@ -345,7 +345,7 @@ class Coordinator:
         beside: list[asyncio.Task[None]] = []
         begin("lease", self._keep_lease)
         # Before it leads: what it has not connected yet, it may find no place for.
-        begin("places", partial(self._places.watch, lambda: len(self._leader.state.nodes)))
+        begin("places", self._places.watch)
         try:
             await self._room.look()  # before the first decision
             await self._retry(self._recover)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 import structlog
 
@@ -9,8 +10,6 @@ from ...events.errors import LogError
 from ...events.log.redis_streams import RedisLog
 from ...events.process_io import Seldom
 
-AGENT_NUM = 4
-"""The connections of an agent, but for some short ones."""
 LOG_S = 10.0
 _logger = structlog.get_logger("control_plane")
 
@@ -28,22 +27,24 @@ class ServerPlaces:
     ) -> None:
         """`ended` is told how many connections were ended."""
         self._log, self._num_max, self._ended, self._every_s = log, num_max, ended, every_s
+        self._seen_num = 0
+        """How many there were when they were listed, or fewer since then."""
         self._told = Seldom(LOG_S)
 
-    async def watch(self, num_nodes: Callable[[], int]) -> None:
-        """Look again and again. `num_nodes`: how many nodes the cluster has."""
+    async def watch(self) -> None:
+        """Look again and again."""
         while True:
-            try:
-                await self.look(num_nodes())
-            except LogError:  # it is away, or forbids this; what else uses it tells that
-                pass
+            with suppress(LogError):  # it is away, or forbids this; others that use it tell that
+                await self.look()
             await asyncio.sleep(self._every_s)
 
-    async def look(self, num_nodes: int) -> None:
+    async def look(self) -> None:
         """End what nodes have beyond the limit, first what is idle longest, and name them in a
-        warning. The server lists its connections only if it has many. Raises LogError."""
+        warning. Raises LogError."""
         num, places_num = await self._log.num_places()
-        if num <= min(AGENT_NUM * num_nodes + self._num_max, places_num // 2):
+        self._seen_num = min(self._seen_num, num)
+        # A list of all costs the server time: only when there are more, or when few are left.
+        if num - self._seen_num <= self._num_max and num <= places_num - self._num_max:
             return
         held = await self._log.connections()
         excess = {
@@ -51,6 +52,7 @@ class ServerPlaces:
             for node, numbers in held.items()
             if len(numbers) > self._num_max
         }
+        self._seen_num = num
         if not excess:
             return
         numbers = [number for of_node in excess.values() for number in of_node]

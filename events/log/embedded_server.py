@@ -296,12 +296,12 @@ def _ask(server: Server, command: str) -> str:
         with socket.socket(socket.AF_UNIX) as link:
             link.settimeout(REPLY_S_MAX)
             link.connect(unix_socket.address(server.socket))
-            with suppress(BrokenPipeError):  # it may have said why it closed
+            with suppress(ConnectionError):  # it may have said why it closes
                 link.sendall(request.encode())
             while reply.count(b"\r\n") < 2 and (more := link.recv(4096)):
                 reply += more
     except OSError as error:
-        return str(error)
+        return reply.decode(errors="replace").strip() or str(error)
     return reply.decode(errors="replace").strip()
 
 

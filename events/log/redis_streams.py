@@ -941,8 +941,8 @@ class RedisLog:
     async def num_places(self) -> tuple[int, int]:
         """How many connections the server has, and how many it takes."""
         (text,) = await self._ask([("INFO", "clients")])
-        found = dict(line.split(":", 1) for line in text.decode().splitlines() if ":" in line)
-        return int(found["connected_clients"]), int(found.get("maxclients", CLIENTS_NUM_MAX))
+        told = dict(line.split(":", 1) for line in text.decode().splitlines() if ":" in line)
+        return int(told["connected_clients"]), int(told.get("maxclients", CLIENTS_NUM_MAX))
 
     async def connections(self) -> dict[str, list[int]]:
         """The server's numbers of each node's connections; what is idle longest comes first."""
