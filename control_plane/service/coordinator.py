@@ -89,7 +89,7 @@ class Coordinator:
         places: ServerPlaces | None = None,
     ) -> None:
         self._log, self._observe = log, observe
-        self._room, self._places = room or Room(), places or ServerPlaces(log)
+        self._room, self._places = room or Room(), places
         self.dead_letters = dead_letters or DeadLetters()
         """What the intake has rejected here."""
         self._folder = folder
@@ -344,8 +344,8 @@ class Coordinator:
 
         beside: list[asyncio.Task[None]] = []
         begin("lease", self._keep_lease)
-        # Before it leads: what it has not connected yet, it may find no place for.
-        begin("places", self._places.watch)
+        if self._places is not None:  # before it leads: there it needs places itself
+            begin("places", self._places.watch)
         try:
             await self._room.look()  # before the first decision
             await self._retry(self._recover)
