@@ -44,11 +44,14 @@ from .service.coordinator import Coordinator
 from .service.dead_letters import DeadLetters
 from .service.room import Room
 from .service.server_certificate import ServerCertificate
+from .service.server_places import ServerPlaces
 from .state.cluster import ClusterState
 
 CONNECT_S_MAX = 5.0
 SHUTDOWN_S_MAX = 2.0
 EXIT_DONE, EXIT_FAILED = 0, 1
+FULL = "the log's server has no place for a further connection: waiting for one"
+FULL_HINT = "restart that server, which ends all connections: unicron down, then unicron up"
 
 
 class Options(Struct, frozen=True, kw_only=True):
@@ -124,7 +127,7 @@ async def _serve(options: Options) -> int:
         options.policy,
     )
     try:
-        await _wait_for_redis(log)
+        await _wait_for_redis(log, stop)
         if options.shared_password:
             logger.warning("every agent has the server's password and may do all that it allows")
         else:
@@ -149,13 +152,13 @@ async def _serve(options: Options) -> int:
             observe=observe,
             dead_letters=letters,
             room=Room(_folder_of_server(options.redis_url)),
+            places=ServerPlaces(log, ended=metrics.connections_ended.inc),
         )
         advertised = options.advertise or options.listen
         address = _address(options, advertised, identities, is_relayed=is_relayed)
         ca = partial(_authority, options.certificate)
         file = options.state / f"{options.name.replace('-', '_', 1)}.json"
-        begin = _begin(options, folder, address)
-        reads = ReadProcess(begin, coordinator, ca, file.with_suffix(".reads.sock").absolute())
+        reads = ReadProcess(_begin(options, folder, address), coordinator, ca, _reads_at(file))
         http = HttpApi(
             ROUTES,
             coordinator,
@@ -211,6 +214,10 @@ def _begin(options: Options, folder: Folder, address: Address) -> Begin:
         address=address,
         token=secrets.token_hex(),
     )
+
+
+def _reads_at(file: Path) -> Path:
+    return file.with_suffix(".reads.sock").absolute()
 
 
 def _tell_where(file: Path, cluster: str, **where: str) -> None:
@@ -301,18 +308,23 @@ async def _lead(coordinator: Coordinator, stop: asyncio.Event, url: str) -> int:
     return EXIT_DONE
 
 
-async def _wait_for_redis(log: RedisLog) -> None:
-    deadline_s = time.monotonic() + CONNECT_S_MAX
-    while True:
+async def _wait_for_redis(log: RedisLog, stop: asyncio.Event) -> None:
+    """Wait for CONNECT_S_MAX, and for a server that is full until it has a place. Raises
+    UsageError, also if it is stopped before."""
+    deadline_s, is_told, why = time.monotonic() + CONNECT_S_MAX, False, ""
+    while not stop.is_set() and time.monotonic() < deadline_s:
         try:
             await log.check()
             return
         except Unavailable as error:
-            if time.monotonic() >= deadline_s:
-                raise UsageError(
-                    f"the server cannot be reached: {error}", "is it running? check --redis"
-                ) from None
-        await asyncio.sleep(0.1)
+            why = str(error)
+        if await log.is_full():
+            deadline_s = time.monotonic() + CONNECT_S_MAX
+            if not is_told:
+                structlog.get_logger("control_plane").warning(FULL, hint=FULL_HINT)
+            is_told = True
+        await asyncio.sleep(0.05)
+    raise UsageError(f"the server cannot be reached: {why}", "is it running? check --redis")
 
 
 async def _listen(listener: Listener, options: Options, advertised: str) -> str:

@@ -43,16 +43,25 @@ class ConnectionLimits(Struct, frozen=True, kw_only=True):
 
 
 DESCRIPTORS_NUM_RESERVED = 256
-"""For the log, files, and connections that are accepted only to be refused, a backlog at most."""
+"""For the log, files, this user's connections, and connections that are accepted only to be
+refused, a backlog at most."""
+LOCAL_NUM_MAX = 64
+"""Connections at the unix socket, beside the limit of the others: nobody keeps this user out."""
 ERROR_CHARS_MAX = 200
 
 
 class Connection(web.RequestHandler):
     """One connection. It is a stranger until a request on it has shown a valid token."""
 
-    __slots__ = ("_listener",)
+    __slots__ = ("_admission", "_listener")
 
-    def __init__(self, listener: Listener, server: web.Server, limits: ConnectionLimits) -> None:
+    def __init__(
+        self,
+        listener: Listener,
+        admission: Admission,
+        server: web.Server,
+        limits: ConnectionLimits,
+    ) -> None:
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
@@ -62,23 +71,24 @@ class Connection(web.RequestHandler):
             max_field_size=limits.header_bytes_max,
             auto_decompress=False,
         )  # the API takes no compressed bodies
-        self._listener = listener
+        self._listener, self._admission = listener, admission
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._listener.admission.admit(transport)
-        if transport.get_extra_info("socket").family == socket.AF_UNIX:
-            self.authorised()  # only this user can connect
+        self._admission.admit(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         if self.transport is not None:
-            self._listener.admission.forget(self.transport)
+            self._admission.forget(self.transport)
         super().connection_lost(exc)
 
-    def authorised(self) -> None:
-        """A request on this connection has shown a valid token."""
+    def authorised(self, token: str) -> None:
+        """A request on this connection has shown the valid token of this name."""
         if self.transport is not None:
-            self._listener.admission.trust(self.transport)
+            self._admission.trust(self.transport, token, self._is_idle)
+
+    def _is_idle(self) -> bool:
+        return self._current_request is None
 
     def handle_error(
         self,
@@ -115,7 +125,7 @@ class Listener:
     ) -> None:
         self._limits = limits or ConnectionLimits()
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=stop_s_max)
-        self.admission = Admission(self._limits.connections_num_max)
+        self._admission = Admission(self._limits.connections_num_max)
         self._malformed = Seldom(self._limits.log_every_s)
         self._logger = structlog.get_logger("http")
         self._servers: list[asyncio.Server] = []
@@ -124,8 +134,12 @@ class Listener:
         """Listen; returns the port. Raises OSError."""
         await self._runner.setup()
         try:
-            server = await self.admission.listen(
-                self._connection, host, port, tls, handshake_s_max=self._limits.headers_s_max
+            server = await self._admission.listen(
+                self._made(self._admission),
+                host,
+                port,
+                tls,
+                handshake_s_max=self._limits.headers_s_max,
             )
         except OSError:
             await self._runner.cleanup()
@@ -138,7 +152,7 @@ class Listener:
         name = unix_socket.address(str(path))
         self._servers.append(
             await asyncio.get_running_loop().create_unix_server(
-                self._connection, name, backlog=BACKLOG_NUM
+                self._made(Admission(LOCAL_NUM_MAX)), name, backlog=BACKLOG_NUM
             )
         )
         os.chmod(name, 0o600)
@@ -148,14 +162,14 @@ class Listener:
         await self._runner.setup()
         self._servers.append(
             await asyncio.get_running_loop().create_unix_server(
-                self._connection, sock=listening, backlog=BACKLOG_NUM
+                self._made(self._admission), sock=listening, backlog=BACKLOG_NUM
             )
         )
 
-    def _connection(self) -> Connection:
+    def _made(self, admission: Admission) -> Callable[[], Connection]:
         server = self._runner.server
         assert server is not None
-        return Connection(self, server, self._limits)
+        return lambda: Connection(self, admission, server, self._limits)
 
     async def stop(self) -> None:
         """Stop listening, and end the open requests within `stop_s_max`."""

@@ -966,9 +966,9 @@ class HttpApi:
             raise Refusal(415, "the body has a Content-Encoding", "send it as plain JSON")
         given = request.headers.get("Authorization")
         if given is not None:
-            request[CALLER] = self._caller(given)
+            request[CALLER] = caller = self._caller(given)
             if isinstance(request.protocol, Connection):
-                request.protocol.authorised()
+                request.protocol.authorised(caller.name)
         elif not self._is_open(request.path):
             raise _unknown_token()
         if (request.content_length or 0) > BODY_BYTES_MAX:

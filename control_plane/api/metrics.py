@@ -115,12 +115,17 @@ class Metrics(Collector):
         )
         self._iterations_lost = self._counter("iterations_lost", "Iterations done again.")
         whats = ("control plane", "leader", "server")
-        self._outages = self._counter("outages", "Outages that ended.", "what", whats)
-        self._outage_s = self._counter("outage_seconds", "Length of outages.", "what", whats)
+        self._outages = (
+            self._counter("outages", "Outages that ended.", "what", whats),
+            self._counter("outage_seconds", "Length of outages.", "what", whats),
+        )
         self.notifications = self._counter(
             "notifications", "Messages to the webhook.", "result", ("sent", "failed")
         )
         self.reports_rejected = self._counter("reports_rejected", "What the intake rejected.")
+        self.connections_ended = self._counter(
+            "connections_ended", "Connections to the log's server that a node had too many of."
+        )
         of = self._histogram
         self._detection_s = of("detection", "From a fault to its first report in the log.")
         self._decision_s = of("decision", "From the first report of a fault to its incident.")
@@ -281,8 +286,8 @@ class Metrics(Collector):
             self._pause_s.observe(body.pause_s)
             self._iterations_lost.inc(body.iterations_lost or 0)
         elif isinstance(body, OutageEnded):
-            self._outages.labels(body.what).inc()
-            self._outage_s.labels(body.what).inc(body.length_s)
+            for counter, amount in zip(self._outages, (1.0, body.length_s), strict=True):
+                counter.labels(body.what).inc(amount)
 
     def _opened(self, record: Record, body: IncidentOpened) -> None:
         self._incidents.labels(body.severity).inc()

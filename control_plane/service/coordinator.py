@@ -31,6 +31,7 @@ from .limits import Limits
 from .outages import LENGTH_S_MIN, SILENT_S_MAX, Outages
 from .room import LOOK_S, Room
 from .sealer import Sealer
+from .server_places import ServerPlaces
 from .tail import Tail
 
 T = TypeVar("T")
@@ -85,9 +86,10 @@ class Coordinator:
         observe: Observe | None = None,
         dead_letters: DeadLetters | None = None,
         room: Room | None = None,
+        places: ServerPlaces | None = None,
     ) -> None:
         self._log, self._observe = log, observe
-        self._room = room or Room()
+        self._room, self._places = room or Room(), places
         self.dead_letters = dead_letters or DeadLetters()
         """What the intake has rejected here."""
         self._folder = folder
@@ -342,6 +344,8 @@ class Coordinator:
 
         beside: list[asyncio.Task[None]] = []
         begin("lease", self._keep_lease)
+        if self._places is not None:  # before it leads: there it needs places itself
+            begin("places", self._places.watch)
         try:
             await self._room.look()  # before the first decision
             await self._retry(self._recover)

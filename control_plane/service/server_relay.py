@@ -6,6 +6,7 @@ relay asks them for each connection.
 """
 
 import asyncio
+import re
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
@@ -19,6 +20,8 @@ RELAYED_NUM_MAX = 8_192
 """An agent has some four connections; by default a server takes 10,000 clients."""
 PASS_BYTES = 1 << 16
 CONNECT_S_MAX = 5.0
+AUTH = re.compile(rb"\*3\r\n\$4\r\nAUTH\r\n\$\d+\r\n([^\r\n]{1,512})\r\n", re.IGNORECASE)
+OTHERS = "default"
 SILENT_S, PROBE_S, PROBES_NUM = 60, 10, 3
 """A peer that is gone without a word is noticed after these times."""
 
@@ -39,8 +42,8 @@ def url_at(redis_url: str, host: str, port: int, *, with_tls: bool = False) -> s
 
 class ServerRelay:
     """Passes connections on to the server of `redis_url`, or to where `find_server` tells, if the
-    URL is of Sentinels. At the limit `num_max` one that the server has let in stays (see
-    Admission)."""
+    URL is of Sentinels. At the limit `num_max` the user of the server that holds most makes room;
+    whom the server has not let in is a stranger (see Admission)."""
 
     def __init__(
         self,
@@ -85,9 +88,10 @@ class ServerRelay:
             async with asyncio.timeout(CONNECT_S_MAX):
                 server_reader, server_writer = await self._connect()
             ends.append(server_writer)
+            user: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             copies = [
-                asyncio.ensure_future(_copy(reader, server_writer)),
-                asyncio.ensure_future(self._answer(server_reader, writer)),
+                asyncio.ensure_future(_ask(reader, server_writer, user)),
+                asyncio.ensure_future(self._answer(server_reader, writer, user)),
             ]
             try:
                 await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
@@ -101,11 +105,16 @@ class ServerRelay:
             for end in ends:
                 end.close()
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        user: asyncio.Future[str],
+    ) -> None:
         first = await reader.read(PASS_BYTES)
         # Before a password the server answers with errors, to RESET with +RESET, to QUIT at its end
-        if not first.startswith((b"-", b"+RESET")):
-            self._admission.trust(writer.transport)
+        if user.done() and not first.startswith((b"-", b"+RESET")):
+            self._admission.trust(writer.transport, user.result())
         writer.write(first)
         await _copy(reader, writer)
 
@@ -120,6 +129,24 @@ class ServerRelay:
 
 class _Client(Counted, asyncio.StreamReaderProtocol):
     """A connection as streams."""
+
+
+def _user_of(asked: bytes) -> str:
+    """The user that the first command AUTH names: the first answer is about that command. All
+    other clients are one user, also those of a server with one password."""
+    match = AUTH.match(asked)
+    return match[1].decode(errors="replace") if match else OTHERS
+
+
+async def _ask(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, user: asyncio.Future[str]
+) -> None:
+    """Pass on what the client asks, and tell its user."""
+    with suppress(OSError):
+        first = await reader.read(PASS_BYTES)
+        user.set_result(_user_of(first))
+        writer.write(first)
+        await _copy(reader, writer)
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -41,6 +41,8 @@ LOCK_S_MAX = 5.0
 """How long the threads of a killed server, or its log rewrite, may still hold the lock."""
 SOCKET, LOG = "server.sock", "server.log"
 FULL_HINT = "if its disk is full, make room there"
+FULL = "max number of clients"
+"""Said to a client for which the server has no place, before it asks."""
 _POLL_S = 0.02
 _children: dict[int, subprocess.Popen[bytes]] = {}
 _CONFIG = """\
@@ -280,7 +282,7 @@ def _server(directory: Path, note: _Note, password: str) -> Server:
 def _ping(server: Server) -> str:
     """`ready`, `loading` while the server reads its log, else the error."""
     reply = _ask(server, "PING")
-    if reply == "+OK\r\n+PONG":
+    if reply == "+OK\r\n+PONG" or FULL in reply:  # without a free place it runs as well
         return "ready"
     return "loading" if "LOADING" in reply else reply
 
@@ -294,11 +296,12 @@ def _ask(server: Server, command: str) -> str:
         with socket.socket(socket.AF_UNIX) as link:
             link.settimeout(REPLY_S_MAX)
             link.connect(unix_socket.address(server.socket))
-            link.sendall(request.encode())
+            with suppress(ConnectionError):  # it may have said why it closes
+                link.sendall(request.encode())
             while reply.count(b"\r\n") < 2 and (more := link.recv(4096)):
                 reply += more
     except OSError as error:
-        return str(error)
+        return reply.decode(errors="replace").strip() or str(error)
     return reply.decode(errors="replace").strip()
 
 

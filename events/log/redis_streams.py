@@ -332,6 +332,9 @@ return {redis.call('TIME'), beats}
 CONNECT_S_MAX = 5.0
 SENTINEL_S_MAX = 1.0
 """Time for the answer of a Sentinel; then the next one is asked."""
+FULL_S_MAX = 0.5
+CLIENTS_NUM_MAX = 10_000
+"""What a server takes that does not say it."""
 REPLY_S_MAX = 10.0
 """Time for a reply, in addition to the time that the command itself waits on the server."""
 REPLICAS_S_MAX = 2.0
@@ -536,6 +539,25 @@ class _Link:
             finally:
                 await sentinel.close()
         raise Unavailable(f"no Sentinel tells where the server is: {why}")
+
+    async def is_full(self) -> bool:
+        """Whether the server refuses any further connection. It says so before it is asked; with
+        TLS it closes without a word."""
+        at = self._connection
+        try:
+            async with asyncio.timeout(FULL_S_MAX):
+                reader, writer = await (
+                    asyncio.open_unix_connection(unix_socket.address(self._socket))
+                    if self._socket
+                    else asyncio.open_connection(at.host, at.port)
+                )
+                try:
+                    said = await reader.read(99)
+                finally:
+                    writer.close()
+        except OSError:  # TimeoutError is one: it waits for a command
+            return False
+        return b"max number of clients" in said or (not said and hasattr(at, "ssl_context"))
 
     async def _connect(self) -> None:
         connection = self._connection
@@ -928,6 +950,33 @@ class RedisLog:
             await self._ask([("ACL", "DELUSER", *users)])
         lists = self._keys(*(f"inbox:{node}" for node in names))
         await self._ask([("SREM", *self._keys("senders"), *names), ("DEL", *lists)])
+
+    async def num_places(self) -> tuple[int, int]:
+        """How many connections the server has, and how many it takes."""
+        (text,) = await self._ask([("INFO", "clients")])
+        told = dict(line.split(":", 1) for line in text.decode().splitlines() if ":" in line)
+        return int(told["connected_clients"]), int(told.get("maxclients", CLIENTS_NUM_MAX))
+
+    async def connections(self) -> dict[str, list[int]]:
+        """The server's numbers of each node's connections; what is idle longest comes first."""
+        (text,) = await self._ask([("CLIENT", "LIST")])
+        user = re.escape(user_name(self._cluster, ""))
+        held: dict[str, list[tuple[int, int]]] = {}
+        for match in re.finditer(
+            rf"^id=(\d+) .* idle=(\d+) .* user={user}(\S+)", text.decode(), re.MULTILINE
+        ):
+            held.setdefault(match[3], []).append((-int(match[2]), int(match[1])))
+        return {node: [number for _, number in sorted(of_node)] for node, of_node in held.items()}
+
+    async def end_connections(self, numbers: Sequence[int]) -> None:
+        """End connections by the server's numbers; one that has ended is passed over."""
+        for start in range(0, len(numbers), USERS_NUM_MAX):
+            some = numbers[start : start + USERS_NUM_MAX]
+            await self._ask([("CLIENT", "KILL", "ID", number) for number in some])
+
+    async def is_full(self) -> bool:
+        """Whether the server answers, and has no place for a further connection."""
+        return await self._link.is_full()
 
     async def mark_admitted(self) -> None:
         """Note on the server that every node has its user there: see `has_users`."""

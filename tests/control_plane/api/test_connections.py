@@ -244,6 +244,59 @@ def test_strangers_make_room() -> None:
     asyncio.run(main())
 
 
+async def _held(site: Site, num: int, path: str = "/v1/health") -> list[Link]:
+    """Connections that have asked with the site's token, and stay open."""
+    links = [await Link.to(site) for _ in range(num)]
+    for link in links:
+        await link.say(f"GET {path} HTTP/1.1\r\nHost: [::]\r\n{TOKEN}\r\n")
+        with contextlib.suppress(ConnectionError):
+            await link.reader.read(1 << 16)
+    return links
+
+
+def test_no_token_keeps_out_others() -> None:
+    """Beyond the limit the token that holds most makes room, by what is idle longest."""
+
+    async def main() -> None:
+        limits = ConnectionLimits(connections_num_max=10)
+        async with asyncio.timeout(150), serving(limits=limits) as site:
+            other = (await site.ask("POST", "/v1/tokens", {"name": "other", "role": "view"}))[1]
+            (follower,) = await _held(site, 1, "/v1/log?follow=1")
+            idle = await _held(site, 30)
+            for said in (f"Authorization: Bearer {other['token']}\r\n", ""):  # then a probe
+                link = await Link.to(site)
+                await link.say(
+                    f"GET /livez HTTP/1.1\r\nHost: [::]\r\n{said}Connection: close\r\n\r\n"
+                )
+                assert b"200 OK" in await link.rest()
+            closed = [await link.is_closed_by_server(0.01) for link in idle]
+            assert closed[:20] == [True] * 20
+            assert not any(closed[-6:]), "the newest stay"
+            assert not await follower.is_closed_by_server(0.01), "it is not idle"
+
+    asyncio.run(main())
+
+
+async def test_the_user_of_this_machine_is_kept_out_by_nobody(tmp_path: Path) -> None:
+    app = web.Application()
+    limits = ConnectionLimits(connections_num_max=2)
+    listener = Listener(app, stop_s_max=1.0, limits=limits)
+    port = await listener.start("127.0.0.1", 0)
+    await listener.start_locally(tmp_path / "here.sock")
+    many = [Link(*await asyncio.open_connection("127.0.0.1", port)) for _ in range(4)]
+    async with asyncio.timeout(LIMIT_S):
+        own = [
+            Link(*await asyncio.open_unix_connection(str(tmp_path / "here.sock"))) for _ in range(5)
+        ]
+        for link in own:
+            await link.say("GET /nowhere HTTP/1.1\r\nHost: [::]\r\n\r\n")
+            assert b"404" in await link.reader.readuntil(b"\r\n")
+    assert not await many[-1].is_closed_by_server(0.01), "they are counted apart"
+    for link in (*many, *own):
+        link.writer.close()
+    await listener.stop()
+
+
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 async def test_a_tls_handshake_that_does_not_complete_counts(tmp_path: Path) -> None:
     pair = Pair(tmp_path)

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -17,7 +18,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -606,3 +607,76 @@ def test_a_server_that_would_lose_the_log_ends_the_start(
     assert line.endswith("or in the policy durability: none")
     with control_plane(tmp_path, own_server.url, policy='{"durability": "none"}') as agreed:
         agreed.wait_leading()
+
+
+def fill(make: Callable[[], Any], num_max: int = 200) -> list[Any]:
+    """Clients of a server until it takes no more."""
+    taken: list[Any] = []
+    with suppress(redis.ConnectionError):
+        while len(taken) < num_max:
+            one = make()
+            one.connect()
+            taken.append(one)
+    return taken
+
+
+def clients(url: str) -> Callable[[], Any]:
+    pool = Redis.from_url(url, retry=None).connection_pool
+    return lambda: pool.connection_class(**pool.connection_kwargs)
+
+
+def test_a_node_takes_no_places_of_others(own_server: Server, tmp_path: Path) -> None:
+    """Of a full server it keeps what is its own, a node that is new comes in, and its metric tells
+    of it."""
+    with (
+        control_plane(tmp_path, own_server.url) as process,
+        Redis.from_url(own_server.url) as admin,
+    ):
+        process.wait_leading()
+        admin.config_set("maxclients", 120)
+        evil, good = (join(process, name, 7)["redis_url"] for name in ("evil", "good"))
+        (honest,) = fill(clients(good), 1)
+        taken = fill(clients(evil))
+        assert len(taken) > 100, "the server was full"
+        deadline_s, newcomers = time.monotonic() + 30, list[Any]()
+        while not newcomers and time.monotonic() < deadline_s:
+            newcomers = fill(clients(join(process, "new", 7)["redis_url"]), 1)
+        assert newcomers, "no place for a new node"
+        held = [one["user"].rpartition(":")[2] for one in admin.client_list()]
+        assert held.count("evil") == 64
+        assert not honest.can_read(), "nothing ended it"
+        note = process.note()
+        request = urllib.request.Request(
+            note["url"] + "/metrics", headers={"Authorization": f"Bearer {note['token']}"}
+        )
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            ended = re.search(
+                rb"^unicron_connections_ended_total (\S+)", reply.read(), re.MULTILINE
+            )
+        assert ended is not None
+        assert float(ended[1]) == len(taken) - 64
+        for one in (*taken, *newcomers, honest):
+            one.disconnect()
+        words = process.words()
+    assert [
+        line for line in words.splitlines() if "too many connections" in line and "evil" in line
+    ]
+
+
+def test_a_control_plane_waits_for_a_place_on_a_full_server(
+    own_server: Server, tmp_path: Path
+) -> None:
+    with Redis.from_url(own_server.url) as admin:
+        admin.config_set("maxclients", 20)
+        taken = fill(clients(own_server.url))
+        assert embedded_server.adopt(tmp_path / "server") == own_server, "it can be stopped"
+        with control_plane(tmp_path, own_server.url) as process:
+            assert process.process.stderr is not None
+            line = process.process.stderr.readline()
+            assert "no place for a further connection" in line, line
+            assert process.process.poll() is None
+            for one in taken:
+                one.disconnect()
+            process.wait_leading()
+            process.process.send_signal(signal.SIGTERM)
+            assert process.end() == 0

@@ -11,6 +11,8 @@ from unicron.cli.cluster.local_cluster import free_port
 from unicron.control_plane.service.server_relay import ServerRelay, is_local, url_at
 from unicron.events.errors import Unavailable
 from unicron.events.log.embedded_server import Server
+from unicron.events.log.identity import user_name
+from unicron.events.log.redis_streams import RedisLog
 
 
 @pytest.mark.parametrize(
@@ -79,6 +81,38 @@ async def test_at_its_limit_those_go_that_the_server_has_not_let_in(
         await log.beat("n1", 7)
         assert not waiting.done()
         for _, writer in strangers:
+            writer.close()
+        waiting.cancel()
+    await relay.close()
+
+
+async def test_at_its_limit_the_user_that_holds_most_makes_room(
+    server: Server, redis_log: Cluster
+) -> None:
+    relay, port = ServerRelay(server.url, 8), free_port()
+    await relay.start("127.0.0.2", port)
+    identities = redis_log.identities
+    leader = RedisLog(server.url, redis_log.name, identities.key, identities)
+    await leader.admit({"evil": 1})
+    await leader.close()
+    async with redis_log(url_at(server.url, "127.0.0.2", port)) as log:
+        await log.check()
+        waiting = asyncio.create_task(log.orders("n1", after="0-0", wait_s=30.0))
+        held: list[asyncio.StreamWriter] = []
+        said = user_name(redis_log.name, "evil").encode(), identities.password("evil", 1).encode()
+        for _ in range(20):
+            reader, writer = await asyncio.open_connection("127.0.0.2", port)
+            writer.write(
+                b"*3\r\n$4\r\nAUTH\r\n"
+                + b"".join(b"$%d\r\n%s\r\n" % (len(one), one) for one in said)
+            )
+            assert await asyncio.wait_for(reader.read(99), 5.0) == b"+OK\r\n"
+            held.append(writer)
+        async with redis_log(url_at(server.url, "127.0.0.2", port)) as newcomer:
+            await asyncio.wait_for(newcomer.beat("n2", 1), 5.0)
+        await log.beat("n1", 7)
+        assert not waiting.done()
+        for writer in held:
             writer.close()
         waiting.cancel()
     await relay.close()
