@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .file_space import free_bytes, punch
+from .regular_files import open_to_write
 
 HEAD_BYTES = 64 << 10
 """What stays of the beginning; also the unit of what is dropped, above the blocks of disks."""
@@ -131,7 +132,8 @@ class BoundedFile:
         tail = os.pread(self._file, TAIL_BYTES, size - TAIL_BYTES)
         dropped = f"\n[{size - len(head) - len(tail)} bytes were dropped here]\n".encode()
         with suppress(OSError):
-            self._path.with_name(self._path.name + ASIDE).write_bytes(head + dropped + tail)
+            with open_to_write(self._path.with_name(self._path.name + ASIDE)) as aside:
+                aside.write(head + dropped + tail)
         os.ftruncate(self._file, 0)
         self._dropped_to = 0
 

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from ...events.log.embedded_server import start_time
 from ...events.process_io import defer_signals
-from ...events.regular_files import open_regular
+from ...events.regular_files import open_regular, open_to_write
 from .state_dir import StateDir, read_json, write_json
 
 POLL_S = 0.02
@@ -86,7 +86,7 @@ def start(
     state: StateDir, name: str, argv: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> Process:
     """Start a process in its own session; its output is appended to `logs/NAME.log`."""
-    with (state.logs / f"{name}.log").open("ab") as log, defer_signals():
+    with open_to_write(state.logs / f"{name}.log", appends=True) as log, defer_signals():
         child = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,

@@ -26,6 +26,7 @@ from ...events.log import embedded_server, reserve
 from ...events.log.embedded_server import Server
 from ...events.log.reserve import Reserve
 from ...events.secret_environment import REDIS_URL
+from ...events.regular_files import open_to_write
 from ...events.shortage import is_full
 from ...events.spec.job import NAME
 from ...events.spec.policy import Policy
@@ -445,8 +446,8 @@ def _detach(state: StateDir, asked: UpOptions) -> None:
     if asked.redis_url is not None:
         environment[REDIS_URL] = asked.redis_url
     path = state.logs / "up.log"
-    path.write_bytes(b"")
-    with path.open("ab") as log:
+    open_to_write(path).close()
+    with open_to_write(path, appends=True) as log:
         child = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,

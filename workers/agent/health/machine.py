@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ....events.records.reports import CheckHealth
+from ....events.regular_files import open_to_write
 from ...host import linux
 from ...host.memory_cgroups import folders_of, limit_and_free
 from . import limits
@@ -68,13 +69,13 @@ class Disk:
     def _write(self) -> tuple[float, OSError | None]:
         began_s = self._clock()
         try:
-            fd = os.open(self._probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
-                os.write(fd, bytes(limits.PROBE_BYTES))
-                os.fsync(fd)
+                with open_to_write(self._probe) as probe:
+                    probe.write(bytes(limits.PROBE_BYTES))
+                    probe.flush()
+                    os.fsync(probe.fileno())
             finally:
-                os.close(fd)
-                os.unlink(self._probe)
+                self._probe.unlink(missing_ok=True)
         except OSError as error:
             return 0.0, error
         return self._clock() - began_s, None

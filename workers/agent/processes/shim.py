@@ -21,6 +21,7 @@ from ....events import unix_socket
 from ....events.bounded_file import LOG_BYTES_MAX
 from ....events.decoding import Decoder
 from ....events.errors import UnicronError
+from ....events.regular_files import open_to_write
 from ...host import linux, shim
 
 ARGV = (sys.executable, "-P", "-m", "unicron.workers.host.shim")
@@ -85,7 +86,8 @@ class Shim:
         except (ConnectionRefusedError, FileNotFoundError):
             path.unlink(missing_ok=True)
             log_path.parent.mkdir(parents=True, exist_ok=True)
-            with socket.socket(socket.AF_UNIX) as listener, log_path.open("ab") as log:
+            log = open_to_write(log_path, appends=True)
+            with socket.socket(socket.AF_UNIX) as listener, log:
                 listener.bind(address)
                 listener.listen()
                 subprocess.Popen(

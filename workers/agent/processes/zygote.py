@@ -15,6 +15,7 @@ import structlog
 
 from ....events.bounded_file import LOG_BYTES_MAX
 from ....events.decoding import from_msgpack
+from ....events.regular_files import open_to_write
 from ...ipc.pipe_protocol import REQUEST_BYTES_MAX, ForkReply, ForkRequest
 from .shim import ZYGOTE, Shim
 
@@ -111,7 +112,7 @@ class Zygote:
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, self._log_path.open("ab") as log:
+        with theirs, open_to_write(self._log_path, appends=True) as log:
             self._shim.bound(ZYGOTE, self._log_path, LOG_BYTES_MAX)
             self._pid = self._shim.start(
                 ZYGOTE,
