@@ -131,9 +131,9 @@ class BoundedFile:
         head = os.pread(self._file, HEAD_BYTES, 0)
         tail = os.pread(self._file, TAIL_BYTES, size - TAIL_BYTES)
         dropped = f"\n[{size - len(head) - len(tail)} bytes were dropped here]\n".encode()
-        with suppress(OSError):
-            with open_to_write(self._path.with_name(self._path.name + ASIDE)) as aside:
-                aside.write(head + dropped + tail)
+        aside = self._path.with_name(self._path.name + ASIDE)
+        with suppress(OSError), open_to_write(aside) as file:
+            file.write(head + dropped + tail)
         os.ftruncate(self._file, 0)
         self._dropped_to = 0
 

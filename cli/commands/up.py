@@ -25,8 +25,8 @@ from ...events.errors import UnicronError, UsageError
 from ...events.log import embedded_server, reserve
 from ...events.log.embedded_server import Server
 from ...events.log.reserve import Reserve
-from ...events.secret_environment import REDIS_URL
 from ...events.regular_files import open_to_write
+from ...events.secret_environment import REDIS_URL
 from ...events.shortage import is_full
 from ...events.spec.job import NAME
 from ...events.spec.policy import Policy

@@ -312,12 +312,23 @@ def task_view(
         "rounding_why": task.rounding_why
         or (task.declined and "after a fault all its processes start again"),
         "reproducible": spec.training.reproducible if spec.training is not None else "rounding",
+        "refused_starts": _refused_starts(task),
         **_checkpoints(task),
         **_copies(state, task),
         "copy_every": spec.training.copy_every if spec.training is not None else 0,
         "kept_sum": spec.training is None or spec.training.kept_sum,
         "ranks": [_rank(task, task.ranks[key]) for key in sorted(task.ranks)],
     }
+
+
+def _refused_starts(task: Task) -> list[dict[str, Any]]:
+    """Of the seats that the task has now."""
+    seats = task.seats_at
+    return [
+        msgspec.to_builtins(refused)
+        for number, refused in sorted(task.refused_starts.items())
+        if number in seats and seats[number].node == refused.node and not task.ending
+    ]
 
 
 def _failing(state: ClusterState, task: Task) -> dict[str, Any] | None:

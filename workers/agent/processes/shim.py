@@ -49,6 +49,12 @@ class Held(NamedTuple):
     files: list[int]
 
 
+def _failed(reply: shim.Reply) -> OSError:
+    error = OSError(reply.error)
+    error.errno = reply.errno or None
+    return error
+
+
 class Shim:
     """Starts, asks about and reaps processes by the shim. Each call raises ShimLost if it is gone.
     `held` is what former agents have left, by key: who takes an entry, owns its files."""
@@ -147,7 +153,7 @@ class Shim:
             *held,
         )
         if reply.error:
-            raise OSError(reply.error)
+            raise _failed(reply)
         self.pids[key] = reply.pid
         return reply.pid
 
@@ -155,7 +161,7 @@ class Shim:
         """Hold files, and a child of the shim that it has not started itself. Raises OSError."""
         reply = self._call(shim.Held(key, note, pid), *files)
         if reply.error:
-            raise OSError(reply.error)
+            raise _failed(reply)
         if pid:
             self.pids[key] = pid
 

@@ -5,6 +5,7 @@ rank waits for the zygote. If it cannot be used, the agent starts ranks by exec.
 """
 
 import asyncio
+import errno
 import socket
 import sys
 from collections.abc import Mapping
@@ -98,7 +99,8 @@ class Zygote:
             answer = from_msgpack(self._socket.recv(REQUEST_BYTES_MAX), ForkReply)
         except (OSError, msgspec.MsgspecError) as error:
             self.close()
-            raise OSError(f"the zygote does not fork: {error}") from None
+            # EAGAIN: the same start may succeed without it
+            raise OSError(errno.EAGAIN, f"the zygote does not fork: {error}") from None
         return answer.pid
 
     def close(self) -> None:
