@@ -59,6 +59,8 @@ class RoomChanged(Body, frozen=True):
     """The folder of the log's server."""
     free_bytes: int
     """Free room there."""
+    free_files: int | None = None
+    """How many files can still be made there; None: enough."""
 
 
 class PolicySet(Body, frozen=True):

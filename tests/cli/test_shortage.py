@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import resource
+import shutil
+import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +33,25 @@ def small(tmp_path: Path) -> Iterator[Cluster]:
         made = Cluster(disk / "state")
         yield made
         made.end()
+
+
+@pytest.fixture
+def few(tmp_path: Path) -> Iterator[Cluster]:
+    """A cluster whose state folder is on a disk for 600 files."""
+    with small_disk(tmp_path / "disk", 120 << 20, ",nr_inodes=600") as disk:
+        made = Cluster(disk / "state")
+        yield made
+        made.end()
+
+
+def fill_with_files(disk: Path) -> Path:
+    """A folder of so many files that no more can be made."""
+    taken = disk / "taken"
+    taken.mkdir()
+    with suppress(OSError):
+        for number in itertools.count():
+            (taken / str(number)).touch()
+    return taken
 
 
 def submit(cluster: Cluster, folder: Path, name: str) -> None:
@@ -80,6 +104,31 @@ def test_the_cluster_works_on_while_its_disk_is_full(small: Cluster, tmp_path: P
     assert kinds.count("RoomChanged") == 2
     assert "IncidentOpened" not in kinds
     until(lambda: (small.state.path / reserve.FILE).exists())
+
+
+def test_a_disk_that_takes_no_more_files_fails_no_task(few: Cluster, tmp_path: Path) -> None:
+    assert few.up("--slots", "2").returncode == 0
+    submit(few, tmp_path, "runs")
+    until(lambda: running(few, "runs"))
+    (rank,) = pids(few, "runs")
+    taken = fill_with_files(few.state.path.parent)
+    os.kill(rank, signal.SIGKILL)
+    told = "room for 0 more files (df -i)"
+    until(lambda: told in json.loads(few("status", "-o", "json").stdout)["cluster"]["no_room"])
+    assert told in " ".join(few("doctor").stdout.split())
+    time.sleep(SHORT_S)
+    assert task(few, "runs")["state"] == "healing"
+    shutil.rmtree(taken)
+    until(lambda: running(few, "runs"))
+    kinds = [one["kind"] for one in few.records()]
+    assert kinds.count("IncidentOpened") == 1
+    assert not {"IncidentEscalated", "ExperimentBegun"} & {*kinds}
+
+
+def test_up_says_that_a_disk_takes_no_more_files(few: Cluster) -> None:
+    fill_with_files(few.state.path.parent)
+    refused(few.up(), f"the disk of {few.state.path} is full: room for 0 more files (df -i)")
+    assert not few.state.path.exists()
 
 
 def test_up_says_which_disk_is_full(small: Cluster) -> None:
