@@ -14,7 +14,7 @@ from ..decide.memory_checkpoints import (
     storing_nodes,
 )
 from ..fold.hangs import stalled_command
-from ..fold.node_health import RECOVERED_S
+from ..fold.node_health import RECOVERED_S, recovery_s
 from ..fold.pauses import pause_name
 from ..incidents.hangs import locate_hang
 from ..incidents.stragglers import LASTS_S, at_fault, slowdown, uniform_slowdown
@@ -231,7 +231,7 @@ def _recovers(state: ClusterState, node: Node) -> dict[str, Any] | None:
     last_s = max(node.slots_recovering.values(), default=0.0) + RECOVERED_S
     return {
         "slots": list(node.slots_unhealthy),
-        "after_s": RECOVERED_S,
+        "after_s": recovery_s(state, node, node.checks) if ill else RECOVERED_S,
         "from_s": max(due.due_s, last_s) if due is not None and not ill else None,
     }
 
