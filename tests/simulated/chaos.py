@@ -48,7 +48,7 @@ class SimulatedRoom(Room):
         self.is_full = False
 
     async def look(self) -> None:
-        self._free = file_space.Room(0 if self.is_full else 1 << 40)
+        self.see(file_space.Room(0 if self.is_full else 1 << 40))
 
 
 class Chaos:
