@@ -193,7 +193,7 @@ def up(state: StateDir, asked: UpOptions, *, detach: bool) -> None:
             local_cluster.stop_all(state, grace=False)
         raise
     finally:
-        (state.pids / f"{UP}.json").unlink(missing_ok=True)
+        processes.discard(state.pids / f"{UP}.json")
         lock.release()
 
 

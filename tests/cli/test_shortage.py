@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,7 +18,9 @@ from typing import Any
 import pytest
 from cli_process import refused
 from small_disk import fill, small_disk
+from unicron.cli.cluster import processes
 from unicron.cli.cluster.local_cluster import CONTROL_PLANE, UP, agent_name
+from unicron.cli.cluster.state_dir import StateDir
 from unicron.events.log import reserve
 from up_cluster import Cluster, cluster, until
 
@@ -129,6 +132,24 @@ def test_up_says_that_a_disk_takes_no_more_files(few: Cluster) -> None:
     fill_with_files(few.state.path.parent)
     refused(few.up(), f"the disk of {few.state.path} is full: room for 0 more files (df -i)")
     assert not few.state.path.exists()
+
+
+def test_all_processes_are_ended_also_on_a_read_only_disk(tmp_path: Path) -> None:
+    """Their pid files stay: the first one that could not be deleted left the rest alive."""
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        state = StateDir(disk / "state")
+        state.create()
+        children = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+        found = [processes.record(state, f"agent-{one.pid}", one.pid) for one in children]
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True, timeout=20)
+        try:
+            processes.stop_together(state, found, 5.0)
+            assert [one.wait(5) for one in children] == [-signal.SIGTERM] * 2
+            assert [processes.find(state, one.name) for one in found] == [None, None]
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
 
 
 def test_up_says_which_disk_is_full(small: Cluster) -> None:
