@@ -321,13 +321,13 @@ def acknowledge(state: ClusterState, request: Reason, incident: str) -> t.Body:
 
 
 def _undrain_hint(state: ClusterState, node: str) -> str:
-    """The hint for a node that is not drained; a check may have disabled its slots."""
-    found = state.nodes[node]
-    if not found.slots_unhealthy:
+    """The hint for a node that is not named; a check may have disabled its slots."""
+    named = state.nodes[node]
+    if not named.slots_unhealthy:
         return "unicron status nodes"
     return (
         "a check has taken it out: its slots are used again "
-        f"{recovery_s(state, found, found.checks):g} s after it says healthy; unicron status nodes"
+        f"{recovery_s(state, named, named.checks):g} s after it says healthy; unicron status nodes"
     )
 
 

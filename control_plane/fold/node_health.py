@@ -110,7 +110,7 @@ def health_changed(state: ClusterState, record: Record, node: Node, body: Health
 
 def recovery_s(state: ClusterState, node: Node, checks: list[Check]) -> float:
     """How long the node's slots stay out when the unhealthy ones of `checks` have recovered."""
-    is_room = all(one.rule in ROOM_RULES for one in checks if one.health == "unhealthy")
+    is_room = all(check.rule in ROOM_RULES for check in checks if check.health == "unhealthy")
     is_flapping = node.room_back_s > 0 and state.at_s - node.room_back_s < FLAPPING_S
     return RECOVERED_S if node.slots_recovering or is_flapping or not is_room else 0.0
 

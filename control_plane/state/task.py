@@ -265,6 +265,7 @@ class RefusedStart(Struct, frozen=True, kw_only=True):
     num: int
     """How many in a row were."""
     why: str
+    """What the agent said last."""
     errno: str
     """What the machine lacks: the name of the operating system's error, such as ENOSPC."""
 

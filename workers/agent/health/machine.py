@@ -47,18 +47,18 @@ class Disk:
 
     def read(self) -> Reading:
         """Raises OSError if the folder cannot be read."""
-        found = self._found()
-        is_bad = found.health == "unhealthy"
+        finding = self._finding()
+        is_bad = finding.health == "unhealthy"
         self._num_soon = limits.LOOKS_BETTER_NUM if is_bad else max(self._num_soon - 1, 0)
-        return Reading([found])
+        return Reading([finding])
 
-    def _found(self) -> Finding:
+    def _finding(self) -> Finding:
         stat = self._look_at(self._folder)
-        found: list[Finding] = []
+        findings: list[Finding] = []
 
         def add(health: CheckHealth, why: str, rule: str) -> None:
             if health != "healthy":
-                found.append(Finding(self.name, health, f"{self._folder}: {why}", rule=rule))
+                findings.append(Finding(self.name, health, f"{self._folder}: {why}", rule=rule))
 
         free_bytes = stat.f_bavail * stat.f_frsize
         add(self._bytes.level(free_bytes), f"{free_bytes / (1 << 20):.0f} MiB free", "disk-full")
@@ -77,7 +77,7 @@ class Disk:
                 )
             elif took_s > limits.PROBE_S_DEGRADED:
                 add("degraded", f"a small write took {took_s:.0f} s", "disk-slow")
-        return worst(self.name, found)
+        return worst(self.name, findings)
 
     def _write(self) -> tuple[float, OSError | None]:
         began_s = self._clock()
