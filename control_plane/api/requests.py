@@ -321,7 +321,7 @@ def acknowledge(state: ClusterState, request: Reason, incident: str) -> t.Body:
 
 
 def _undrain_hint(state: ClusterState, node: str) -> str:
-    """The hint for a node that is not named; a check may have disabled its slots."""
+    """The hint for a node that is not drained; a check may have disabled its slots."""
     named = state.nodes[node]
     if not named.slots_unhealthy:
         return "unicron status nodes"
