@@ -156,12 +156,13 @@ def _start_refused(
         pause_restart(state, task, rank)
         return
     before = task.refused_starts.get(rank.rank)
-    goes_on = before is not None and before.node == rank.slot.node
+    if before is not None and before.node != rank.slot.node:
+        before = None
     task.refused_starts[rank.rank] = refused = RefusedStart(
         rank=rank.rank,
         node=rank.slot.node,
-        since_s=before.since_s if goes_on else record.at_s,
-        num=1 + (before.num if goes_on else 0),
+        since_s=before.since_s if before is not None else record.at_s,
+        num=1 + (before.num if before is not None else 0),
         why=body.why[:TEXT_CHARS_MAX],
         errno=body.errno,
     )
