@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .file_space import free_bytes, punch
+from .regular_files import open_to_write
 
 HEAD_BYTES = 64 << 10
 """What stays of the beginning; also the unit of what is dropped, above the blocks of disks."""
@@ -155,8 +156,9 @@ class BoundedFile:
         head = os.pread(self._file, HEAD_BYTES, 0)
         tail = os.pread(self._file, TAIL_BYTES, size - TAIL_BYTES)
         dropped = f"\n[{size - len(head) - len(tail)} bytes were dropped here]\n".encode()
-        with suppress(OSError):
-            self._path.with_name(self._path.name + ASIDE).write_bytes(head + dropped + tail)
+        aside = self._path.with_name(self._path.name + ASIDE)
+        with suppress(OSError), open_to_write(aside) as file:
+            file.write(head + dropped + tail)
         os.ftruncate(self._file, 0)
         self._dropped_to = 0
 

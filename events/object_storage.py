@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from .errors import UsageError
-from .regular_files import open_regular, read_regular
+from .regular_files import open_regular, open_to_write, read_regular
 
 COMPLETE_MARK = ".metadata"
 """torch writes this file last: a checkpoint folder that has it is complete."""
@@ -227,7 +227,7 @@ class PathStore:
     def create(self, name: str) -> Generator[IO[bytes]]:
         """A new file, which is on the disk at the end of the context."""
         self._path.mkdir(mode=self._mode, parents=True, exist_ok=True)
-        with (self._path / name).open("wb") as file:
+        with open_to_write(self._path / name) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

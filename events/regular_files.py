@@ -1,13 +1,13 @@
 """Opens files that others may have made: regular ones only, and so many bytes.
 
-A pipe without a writer blocks whoever opens it, a device such as /dev/zero has no end, and a link
-leads anywhere.
+A pipe without another end blocks whoever opens it, a device such as /dev/zero has no end, and a
+link leads anywhere.
 """
 
 import errno
 import os
 import stat
-from io import BufferedReader
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
 
 
@@ -42,3 +42,24 @@ def read_regular(
     if len(data) > bytes_max:
         raise OSError(errno.EFBIG, f"larger than {bytes_max} bytes", str(path))
     return data
+
+
+def open_to_write(path: Path, *, appends: bool = False) -> BufferedWriter:
+    """Open a regular file to write it, from its beginning or, with `appends`, behind its end; make
+    it if there is none. A pipe, link or device in its place is removed. Raises OSError."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    flags |= os.O_APPEND if appends else os.O_TRUNC
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link; a pipe that nobody reads
+            raise
+        descriptor = -1
+    if descriptor >= 0 and not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        descriptor = -1
+    if descriptor < 0:
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, flags | os.O_EXCL, 0o666)
+    os.set_blocking(descriptor, True)  # a process may inherit it
+    return os.fdopen(descriptor, "ab" if appends else "wb")

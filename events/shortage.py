@@ -40,6 +40,15 @@ def is_shortage(error: BaseException) -> bool:
     )
 
 
+def errno_of(error: BaseException) -> str:
+    """The name of what the machine lacks, such as ENOSPC; empty if the error is no shortage."""
+    if not is_shortage(error):
+        return ""
+    number = error.errno if isinstance(error, OSError) else None
+    lacks = errno.ENOMEM if isinstance(error, MemoryError) else errno.EAGAIN
+    return errno.errorcode[number or lacks]
+
+
 async def outlast(run: Callable[[], Awaitable[None]], told: Callable[[str], None]) -> None:
     """Await `run`, and again after a pause when it ends by a shortage. `told` gets each reason
     once in a row. Raises every other error of `run`."""

@@ -129,3 +129,8 @@ def plan_waf(plan: dict[str, Any], of: Collection[int] | None = None) -> float:
 def clipped(text: str, width: int) -> str:
     """The text, at most `width` wide; a longer text is cut and ends with `...`."""
     return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def files_in_words(num: int) -> str:
+    """How much room there is for files, as `df -i` shows it."""
+    return f"room for {num} more files (df -i)"

@@ -267,7 +267,7 @@ def stop_all(state: StateDir, *, grace: bool = True) -> list[str]:
         stopped += [process.name for process in found]
     kill_marked(state)  # ranks whose agent had been killed
     for file in state.control_planes():
-        file.unlink(missing_ok=True)
+        processes.discard(file)
     server = embedded_server.adopt(state.server)
     if server is not None:
         server.stop()

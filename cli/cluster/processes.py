@@ -11,13 +11,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
 
 from ...events.log.embedded_server import start_time
 from ...events.process_io import defer_signals
-from ...events.regular_files import open_regular
+from ...events.regular_files import open_regular, open_to_write
 from .state_dir import StateDir, read_json, write_json
 
 POLL_S = 0.02
@@ -53,8 +54,15 @@ def find(state: StateDir, name: str) -> Process | None:
         process = Process(name=name, pid=pid, started=started)
         if process.is_alive and _is_of(state, pid):
             return process
-    path.unlink(missing_ok=True)
+    discard(path)
     return None
+
+
+def discard(path: Path) -> None:
+    """Delete a file about a process that has ended. On a read-only disk it stays: nothing needs it
+    to be gone, and all processes have to be ended."""
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _is_of(state: StateDir, pid: int) -> bool:
@@ -86,7 +94,7 @@ def start(
     state: StateDir, name: str, argv: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> Process:
     """Start a process in its own session; its output is appended to `logs/NAME.log`."""
-    with (state.logs / f"{name}.log").open("ab") as log, defer_signals():
+    with open_to_write(state.logs / f"{name}.log", appends=True) as log, defer_signals():
         child = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
@@ -113,7 +121,7 @@ def stop_together(state: StateDir, together: Sequence[Process], grace_s: float) 
         if not wait_gone(process, max(deadline_s - time.monotonic(), 0.0)):
             signal_to(process, signal.SIGKILL)
             wait_gone(process, KILLED_S_MAX)
-        (state.pids / f"{process.name}.json").unlink(missing_ok=True)
+        discard(state.pids / f"{process.name}.json")
 
 
 def signal_to(process: Process, number: int) -> None:

@@ -13,8 +13,9 @@ from msgspec import DecodeError, Struct, field, json, structs
 
 from ...events.decoding import from_json
 from ...events.errors import ServerError, UnicronError
+from ...events.file_space import room
 from ...events.log import durability, embedded_server
-from ...events.log.reserve import FREE_BYTES_MIN
+from ...events.log.reserve import ROOM_MIN
 from ...events.spec import support
 from ...events.spec.policy import Policy
 from ...events.words import install, scaled
@@ -236,22 +237,23 @@ def _folder(state: StateDir) -> Finding:
         return Finding(
             "folder", "missing", f"{place} cannot be written", "name another with --state"
         )
-    free_bytes = shutil.disk_usage(place).free
-    if free_bytes < FREE_BYTES_MIN:
+    free = room(place)
+    if free.is_below(ROOM_MIN):
+        least = f"{ROOM_MIN.num_bytes >> 20} MiB or {ROOM_MIN.num_files} files"
         return Finding(
             "folder",
             "missing",
-            f"{shown(state.path)}, {free_bytes / 1e6:.0f} MB free",
-            f"no process of a rank is started below {FREE_BYTES_MIN / 1e6:.0f} MB: make room there",
+            f"{shown(state.path)}, {free.in_words(ROOM_MIN)}",
+            f"no process of a rank is started below {least}: make room there",
         )
     flaws = folder_trial.flaws(state.path) if state.path.exists() else []
     for flaw in flaws:
         return Finding("folder", "missing" if flaw.is_proof else "note", flaw.text, flaw.hint)
-    is_low = free_bytes < FREE_BYTES_LOW
+    is_low = free.num_bytes < FREE_BYTES_LOW
     return Finding(
         "folder",
         "note" if is_low else "ok",
-        f"{shown(state.path)}, {free_bytes / 1e9:.1f} GB free",
+        f"{shown(state.path)}, {free.num_bytes / 1e9:.1f} GB free",
         "the log needs room" if is_low else "",
     )
 

@@ -25,6 +25,7 @@ from ...events.errors import UnicronError, UsageError
 from ...events.log import embedded_server, reserve
 from ...events.log.embedded_server import Server
 from ...events.log.reserve import Reserve
+from ...events.regular_files import open_to_write
 from ...events.secret_environment import REDIS_URL
 from ...events.shortage import is_full
 from ...events.spec.job import NAME
@@ -49,8 +50,8 @@ STABLE_S = 30.0
 RESERVE_S = 1.0
 """Interval at which the reserve is looked at."""
 SERVER = "server"
-START_BYTES_MIN = 1 << 20
-"""A start writes 0.1 MB (measured), and what fails then is to be told in its logs."""
+START_MIN = file_space.Room(1 << 20, 64)
+"""A start writes 0.1 MB in 30 files (measured); what fails then is to be told in its logs."""
 DETACH_S_MAX = 90.0
 OPTIONS = "UNICRON_UP_OPTIONS"
 """The variable with the options of an `up` in the background."""
@@ -144,7 +145,7 @@ def up(state: StateDir, asked: UpOptions, *, detach: bool) -> None:
         if asked.policy.is_fifo():  # it is read twice
             raise UsageError(f"--policy {asked.policy} is a pipe", "name a file")
         _policy(asked.policy)
-    free_bytes = _room(state)
+    room = _room(state)
     state.create()
     if detach:
         _detach(state, asked)
@@ -177,11 +178,11 @@ def up(state: StateDir, asked: UpOptions, *, detach: bool) -> None:
         _start(cluster, asked.policy)
         stop.begin()
         option = option_for(state)
-        if free_bytes < reserve.FREE_BYTES_MIN:
+        if room.is_below(reserve.ROOM_MIN):
             console.out(
-                f"room     {free_bytes >> 20} MiB free: no process is started until there are "
-                f"{reserve.BACK_BYTES >> 20}, but `unicron cancel` works; to heal nothing then "
-                f"either: unicron down{option}; {_observed(state)}"
+                f"room     {room.in_words(reserve.ROOM_MIN)}: no process is started until there "
+                f"are {_least(reserve.ROOM_BACK)}, but `unicron cancel` works; to heal nothing "
+                f"then either: unicron down{option}; {_observed(state)}"
             )
         console.out(f"next     unicron submit deploy/examples/demo.yaml{option}")
         console.out(f"look     unicron status -w{option}        unicron tail -f{option}")
@@ -192,24 +193,31 @@ def up(state: StateDir, asked: UpOptions, *, detach: bool) -> None:
             local_cluster.stop_all(state, grace=False)
         raise
     finally:
-        (state.pids / f"{UP}.json").unlink(missing_ok=True)
+        processes.discard(state.pids / f"{UP}.json")
         lock.release()
 
 
-def _room(state: StateDir) -> int:
-    """Free bytes of the folder's disk. Raises UsageError if they are too few for a start, also
+def _room(state: StateDir) -> file_space.Room:
+    """Free room on the folder's disk. Raises UsageError if it is too little for a start, also
     without the reserve."""
     place = next(path for path in (state.path, *state.path.parents) if path.exists())
-    if (free_bytes := file_space.free_bytes(place)) < START_BYTES_MIN:
+    if (room := file_space.room(place)).is_below(START_MIN):
         Reserve(state.path, state.server).give_up()
-        free_bytes = file_space.free_bytes(place)
-    if free_bytes < START_BYTES_MIN:
+        room = file_space.room(place)
+    if room.is_below(START_MIN):
+        has = f"{room.num_bytes >> 10} KiB free"
+        if room.num_bytes >= START_MIN.num_bytes:
+            has = room.in_words(START_MIN)
         raise UsageError(
-            f"the disk of {shown(state.path)} is full: {free_bytes >> 10} KiB free",
+            f"the disk of {shown(state.path)} is full: {has}",
             f"make room there, then {_observed(state)}: nothing heals, so `unicron cancel` can end "
             "what fills it; then down, and up --act",
         )
-    return free_bytes
+    return room
+
+
+def _least(room: file_space.Room) -> str:
+    return f"{room.num_bytes >> 20} MiB and {room.num_files} files"
 
 
 def _observed(state: StateDir) -> str:
@@ -397,7 +405,7 @@ class _Watch:
 
     def _full(self) -> str:
         state = self._cluster.state.path
-        return f"{shown(state)} has {file_space.free_bytes(state) >> 20} MiB free"
+        return f"{shown(state)} has {file_space.room(state).in_words(reserve.ROOM_MIN)}"
 
     def _look(self, name: str) -> None:
         running = self._running.get(name)
@@ -445,8 +453,8 @@ def _detach(state: StateDir, asked: UpOptions) -> None:
     if asked.redis_url is not None:
         environment[REDIS_URL] = asked.redis_url
     path = state.logs / "up.log"
-    path.write_bytes(b"")
-    with path.open("ab") as log:
+    open_to_write(path).close()
+    with open_to_write(path, appends=True) as log:
         child = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,

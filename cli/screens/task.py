@@ -9,6 +9,7 @@ from ...control_plane.api.needs import (
     folders,
     lag_s,
     loss_in_words,
+    not_started,
     published_in_words,
     trouble_of_save,
     unsaved,
@@ -164,6 +165,8 @@ def _reasons(task: Plain, cluster: Plain, option: str) -> list[str]:
         )
     if task["damaged"]:
         lines += fmt.labelled("damaged", task["damaged"])
+    for refused in task["refused_starts"]:
+        lines += fmt.labelled("not started", fmt.said(*not_started(refused), option))
     for failed in task["failed_saves"]:
         why, do = unsaved(task, failed)
         lines += fmt.labelled("not saved", fmt.said(f"{task['name']}{why}", do, option))

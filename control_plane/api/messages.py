@@ -17,7 +17,7 @@ from ..history.history import Output
 from ..history.timeline import Span
 from ..state.incident import Incident
 from ..state.node import Check, Quarantine
-from ..state.task import FailedSave, LossSeries
+from ..state.task import FailedSave, LossSeries, RefusedStart
 from ..throughput.transition_cost import Transition
 from .dry_run import Change
 from .needs import Need
@@ -568,6 +568,10 @@ TaskView = TypedDict(
         ],
         "unsaved": int,
         "unpublished": int,
+        "refused_starts": Annotated[
+            list[Annotated[Plain, encoded(RefusedStart)]],
+            Meta(description="Ranks that a node cannot start because its machine lacks something"),
+        ],
         "failed_saves": Annotated[
             list[Annotated[Plain, encoded(FailedSave)]],
             Meta(description="What cannot be saved now, the final state at the end"),

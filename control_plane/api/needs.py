@@ -26,6 +26,7 @@ What = Literal[
     "degraded",
     "suppressed",
     "declined",
+    "not started",
     "not ready",
     "no copies",
     "not saved",
@@ -55,6 +56,11 @@ ERRNO_WORDS = {
     "ENOSYS": "not supported by the file system",
     "EOPNOTSUPP": "not supported by the file system",
     "ENOLCK": "no locks on the file system",
+    "EMFILE": "too many open files",
+    "ENFILE": "too many open files",
+    "ENOMEM": "out of memory",
+    "EAGAIN": "no more processes",
+    "EIO": "I/O error",
 }
 LIMITS = {"pids": "rank_pids_max", "memory": "rank_memory_bytes_max"}
 LAG_TIMES, LAG_S_MIN = 3.0, 10.0
@@ -85,6 +91,7 @@ def needs(view: Plain, now_s: float) -> list[Need]:
             *_not_limited(view),
             *_nodes(view, now_s),
             *_tasks(view, now_s),
+            *_not_started(view),
             *_losses(view, now_s),
             *_unsaved(view, now_s),
             *_blocked_by_drain(view),
@@ -391,6 +398,34 @@ def _task(
         else:
             why = f": no iteration reported since it began {span(late_s)} ago"
         yield "silent", why, "logs TASK -f", now_s - late_s
+
+
+def _not_started(view: Plain) -> Iterator[Need]:
+    """Processes that their node cannot start: once may be an accident, which passes at once."""
+    for task in view["tasks"]:
+        for refused in task["refused_starts"]:
+            if refused["num"] > 1:
+                why, do = not_started(refused)
+                yield Need(
+                    what="not started",
+                    why=f"{task['name']}: {why}",
+                    do=do,
+                    since_s=refused["since_s"],
+                    node=refused["node"],
+                    task=task["id"],
+                )
+
+
+def not_started(refused: Plain) -> tuple[str, str]:
+    """Which rank its node cannot start, and what to do."""
+    node, errno = refused["node"], refused["errno"]
+    lacks = ERRNO_WORDS.get(errno, errno)
+    since = f"{lacks} since {rfc3339(refused['since_s'])[:19]}Z"
+    mend = "make room there" if errno in ("ENOSPC", "EDQUOT") else f"mend it on {node}"
+    return (
+        f"{node} cannot start rank {refused['rank']} ({since}): {refused['why']}",
+        f"{mend}: it is tried again every few seconds",
+    )
 
 
 def _unsaved(view: Plain, now_s: float) -> Iterator[Need]:

@@ -18,7 +18,7 @@ from ...events.spec.job import WEIGHT_RATIO_MAX, JobSpec, check_output, is_url, 
 from ...events.spec.model import Modelled
 from ...events.whole_numbers import whole_number
 from ..fold.edits import find_orphan
-from ..fold.node_health import RECOVERED_S
+from ..fold.node_health import recovery_s
 from ..planner.problem_of_state import input_digest
 from ..state.cluster import ClusterState, live_tasks
 from ..state.node import Node
@@ -283,8 +283,8 @@ def _stays_out(state: ClusterState, node: Node, index: int) -> tuple[str, str] |
     if index in node.slots_unhealthy:
         return (
             f"{name} is still sick: {node.unhealthy_why}",
-            f"repair it; it is used again {RECOVERED_S:g} s after the check says healthy"
-            + f", then unicron lift {name}" * (index in node.slots_disabled),
+            f"repair it; it is used again {recovery_s(state, node, node.checks):g} s after its "
+            "check says healthy" + f", then unicron lift {name}" * (index in node.slots_disabled),
         )
     held = node.occupants.get(index)
     task = state.tasks.get(held.task) if held is not None else None
@@ -322,11 +322,12 @@ def acknowledge(state: ClusterState, request: Reason, incident: str) -> t.Body:
 
 def _undrain_hint(state: ClusterState, node: str) -> str:
     """The hint for a node that is not drained; a check may have disabled its slots."""
-    if not state.nodes[node].slots_unhealthy:
+    named = state.nodes[node]
+    if not named.slots_unhealthy:
         return "unicron status nodes"
     return (
-        f"a check has taken it out: its slots are used again {RECOVERED_S:g} s after it says "
-        "healthy; unicron status nodes"
+        "a check has taken it out: its slots are used again "
+        f"{recovery_s(state, named, named.checks):g} s after it says healthy; unicron status nodes"
     )
 
 

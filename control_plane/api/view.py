@@ -14,7 +14,7 @@ from ..decide.memory_checkpoints import (
     storing_nodes,
 )
 from ..fold.hangs import stalled_command
-from ..fold.node_health import RECOVERED_S
+from ..fold.node_health import RECOVERED_S, recovery_s
 from ..fold.pauses import pause_name
 from ..incidents.hangs import locate_hang
 from ..incidents.stragglers import LASTS_S, at_fault, slowdown, uniform_slowdown
@@ -232,7 +232,7 @@ def _recovers(state: ClusterState, node: Node) -> dict[str, Any] | None:
     last_s = max(node.slots_recovering.values(), default=0.0) + RECOVERED_S
     return {
         "slots": list(node.slots_unhealthy),
-        "after_s": RECOVERED_S,
+        "after_s": recovery_s(state, node, node.checks) if ill else RECOVERED_S,
         "from_s": max(due.due_s, last_s) if due is not None and not ill else None,
     }
 
@@ -313,12 +313,23 @@ def task_view(
         "rounding_why": task.rounding_why
         or (task.declined and "after a fault all its processes start again"),
         "reproducible": spec.training.reproducible if spec.training is not None else "rounding",
+        "refused_starts": _refused_starts(task),
         **_checkpoints(task),
         **_copies(state, task),
         "copy_every": spec.training.copy_every if spec.training is not None else 0,
         "kept_sum": spec.training is None or spec.training.kept_sum,
         "ranks": [_rank(task, task.ranks[key]) for key in sorted(task.ranks)],
     }
+
+
+def _refused_starts(task: Task) -> list[dict[str, Any]]:
+    """Of the seats that the task has now."""
+    seats = task.seats_at
+    return [
+        msgspec.to_builtins(refused)
+        for number, refused in sorted(task.refused_starts.items())
+        if number in seats and seats[number].node == refused.node and not task.ending
+    ]
 
 
 def _failing(state: ClusterState, task: Task) -> dict[str, Any] | None:

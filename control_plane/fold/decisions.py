@@ -321,7 +321,7 @@ def task_ended(state: ClusterState, record: Record, task: Task, body: d.TaskEnde
         ],
     )
     task.copies, task.keepers, task.stores = [], (), ()
-    task.refused, task.failed_saves = None, {}
+    task.refused, task.failed_saves, task.refused_starts = None, {}, {}
     for what in ("publish", "save"):
         edits.clear_deadline(state, f"{what}/{task.id}")
     edits.set_members(task, ())

@@ -15,6 +15,7 @@ from ...events.records import reports as r
 from ...events.records import types as t
 from ...events.records.codec import UnknownBody
 from ...events.records.envelope import Record
+from ...events.words import files_in_words
 from ..incidents.node_incidents import update_undecided
 from ..state.cluster import DECIDER_VERSION, NUM_OUTAGES_MAX, ClusterState, live_tasks
 from ..state.members import current_member
@@ -118,7 +119,9 @@ def _room_changed(state: ClusterState, record: Record, body: r.RoomChanged) -> N
         state.no_room = ""
         state.replan = "the disk of the log has room again"
     else:
-        state.no_room = f"no room for the log: {body.folder} has {body.free_bytes >> 20} MiB free"
+        few = body.free_files
+        has = f"{body.free_bytes >> 20} MiB free" if few is None else files_in_words(few)
+        state.no_room = f"no room for the log: {body.folder} has {has}"
         void_transitions(state)
 
 

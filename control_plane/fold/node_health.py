@@ -27,6 +27,10 @@ from .edits import EARLY_S, add_evidence, clear_deadline, schedule_estimate, set
 NUM_NAMED_MAX = 3
 RECOVERED_S = 60.0
 """Time without an unhealthy check before a slot is used again: flapping moves a task only once."""
+ROOM_RULES = frozenset({"disk-full", "disk-inodes"})
+"""Of checks of room, which have a hysteresis of their own: what lacked is there again, so the slots
+are used at once, unless that has happened within FLAPPING_S before."""
+FLAPPING_S = 600.0
 UNSURE = "; now it cannot say: "
 
 
@@ -92,13 +96,23 @@ def health_changed(state: ClusterState, record: Record, node: Node, body: Health
                     pid=0,
                 ),
             )
+    well = ""
     if any(one.health == "unhealthy" for one in before) and not any(
         one.health == "unhealthy" for one in node.checks
     ):
+        if not recovery_s(state, node, before):
+            well, node.room_back_s = node.name, state.at_s
         node.improved_s = state.at_s
     if was != [(one.check, one.why) for one in node.checks if one.health == "degraded"]:
         schedule_estimate(state, node.name)
-    update_unhealthy_slots(state)
+    update_unhealthy_slots(state, well)
+
+
+def recovery_s(state: ClusterState, node: Node, checks: list[Check]) -> float:
+    """How long the node's slots stay out when the unhealthy ones of `checks` have recovered."""
+    is_room = all(check.rule in ROOM_RULES for check in checks if check.health == "unhealthy")
+    is_flapping = node.room_back_s > 0 and state.at_s - node.room_back_s < FLAPPING_S
+    return RECOVERED_S if node.slots_recovering or is_flapping or not is_room else 0.0
 
 
 def _is_of(one: Check, body: HealthChanged, devices: tuple[int, ...]) -> bool:
@@ -166,10 +180,11 @@ def _is_confirmed(check: Check) -> bool:
     )
 
 
-def update_unhealthy_slots(state: ClusterState) -> None:
-    """Fold: update the slots that checks disable. Of nodes with only unconfirmed checks the first
-    few are believed: if many fail, the check is suspect. A node stays believed until its slots are
-    used again, or a check that recovers on one node after the other would disable all in turn."""
+def update_unhealthy_slots(state: ClusterState, well: str = "") -> None:
+    """Fold: update the slots that checks disable; the node `well` uses its own at once. Of nodes
+    with only unconfirmed checks the first few are believed: if many fail, the check is suspect. A
+    node stays believed until its slots are used again, or a check that recovers on one node after
+    the other would disable all in turn."""
     if not any(
         node.checks or node.slots_unhealthy or node.slots_recovering or node.unhealthy_why
         for node in state.nodes.values()
@@ -207,7 +222,7 @@ def update_unhealthy_slots(state: ClusterState) -> None:
                 f"{_still_out(believed, unhealthy)} and at most {most} is believed unconfirmed: "
                 + "; ".join(f"{x.check}: {x.why}" for x in found)
             )
-        _set_sick(state, node, slots, why)
+        _set_sick(state, node, slots, why, is_well=node.name == well)
 
 
 def _still_out(believed: set[str], unhealthy: dict[str, list[Check]]) -> str:
@@ -221,8 +236,13 @@ def _still_out(believed: set[str], unhealthy: dict[str, list[Check]]) -> str:
     return f", slots of {some} are still out (used again {RECOVERED_S:g} s after it says healthy)"
 
 
-def _set_sick(state: ClusterState, node: Node, slots: list[int], why: str) -> None:
+def _set_sick(
+    state: ClusterState, node: Node, slots: list[int], why: str, *, is_well: bool
+) -> None:
     name = f"recovered/{node.name}"
+    if is_well and node.slots_unhealthy:
+        node.slots_unhealthy = []
+        state.replan = f"{node.name} is healthy again"
     if set(slots) - set(node.slots_unhealthy):
         state.replan = f"{node.name} is unhealthy: {why}"
     node.slots_recovering = {

@@ -7,11 +7,12 @@ from ...events.records.statuses import EXITED_ABNORMALLY
 from ...events.records.types import first_store_number
 from ..incidents.node_incidents import update_undecided
 from ..state.cluster import ClusterState, live_tasks
-from ..state.node import NUM_SLOTS_MAX, Node
+from ..state.node import NUM_SLOTS_MAX, TEXT_CHARS_MAX, Node
+from ..state.task import Rank, RefusedStart, Task
 from . import edits
 from .checkpoints import publication_refused
 from .node_health import inherit, update_unhealthy_slots
-from .pauses import pause_restart
+from .pauses import pause_restart, pause_start
 
 
 def node_unreachable(
@@ -131,15 +132,7 @@ def order_refused(state: ClusterState, record: Record, body: r.OrderRefused) -> 
         for rank in list(task.ranks.values()):
             if rank.start_order == body.order and rank.state == "ordered":
                 edits.remove_process(state, task, rank)
-                edits.record_fault(
-                    task,
-                    record,
-                    [rank],
-                    EXITED_ABNORMALLY,
-                    f"{body.node} refused to start rank {rank.rank}: {body.why}",
-                    words=body.why,
-                )
-                pause_restart(state, task, rank)
+                _start_refused(state, record, task, rank, body)
                 return
         for rank in [*task.ranks.values(), *task.orphans]:
             if body.order in rank.stop_orders:
@@ -151,3 +144,33 @@ def order_refused(state: ClusterState, record: Record, body: r.OrderRefused) -> 
             state.orders.pop(body.order, None)
             publication_refused(state, record, task, refused, body)
             return
+
+
+def _start_refused(
+    state: ClusterState, record: Record, task: Task, rank: Rank, body: r.OrderRefused
+) -> None:
+    """Where the machine lacks something, the task is not at fault: the rank starts again after a
+    pause, there or where the plan has its seat then."""
+    if not body.errno:
+        edits.record_fault(
+            task,
+            record,
+            [rank],
+            EXITED_ABNORMALLY,
+            f"{body.node} refused to start rank {rank.rank}: {body.why}",
+            words=body.why,
+        )
+        pause_restart(state, task, rank)
+        return
+    before = task.refused_starts.get(rank.rank)
+    if before is not None and before.node != rank.slot.node:
+        before = None
+    task.refused_starts[rank.rank] = refused = RefusedStart(
+        rank=rank.rank,
+        node=rank.slot.node,
+        since_s=before.since_s if before is not None else record.at_s,
+        num=1 + (before.num if before is not None else 0),
+        why=body.why[:TEXT_CHARS_MAX],
+        errno=body.errno,
+    )
+    pause_start(state, task, rank.rank, refused.num)

@@ -10,6 +10,9 @@ from .edits import clear_deadline, set_deadline
 
 JITTER_SHARE = 0.1
 """Pauses differ between tasks by up to this share, so that they do not all start at once."""
+REFUSED_PAUSE_S_MAX = 10.0
+"""Longest pause after a node has refused a start for want of something (our choice): the task is
+healed within seconds once it is there."""
 RESTART = "restart"
 """The deadline `restart/TASK/RANK` at which a pause is over."""
 
@@ -30,6 +33,13 @@ def pause_restart(state: ClusterState, task: Task, rank: Rank) -> None:
     length_s = pause_s(task.id, task.restarts.get(rank.rank, 1), state.policy.restart_pause_s_max)
     if not _has_trained(task, rank) and length_s > 0 and not task.ending:
         set_deadline(state, pause_name(task, rank.rank), length_s)
+
+
+def pause_start(state: ClusterState, task: Task, number: int, num_refused: int) -> None:
+    """A node has refused to start the rank: it is tried again later, whatever the policy says."""
+    if not task.ending:
+        length_s = pause_s(task.id, num_refused, REFUSED_PAUSE_S_MAX)
+        set_deadline(state, pause_name(task, number), length_s)
 
 
 def end_pauses(state: ClusterState, task: Task, numbers: Iterable[int]) -> None:

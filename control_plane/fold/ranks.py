@@ -27,6 +27,7 @@ def rank_started(
         task.num_outstanding -= is_starting(task, rank)
     rank.state = "started"
     rank.pid, rank.log_path = body.pid, body.log_path
+    task.refused_starts.pop(rank.rank, None)
     state.orders.pop(rank.start_order, None)
     if not task.heals_in_memory:
         edits.clear_deadline(state, f"start/{task.id}/{rank.rank}/{rank.attempt}")

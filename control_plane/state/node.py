@@ -145,6 +145,8 @@ class Node(Struct, kw_only=True):
     """Since when `health` holds."""
     improved_s: float = 0.0
     """When the node last ceased to be unhealthy or degraded."""
+    room_back_s: float = 0.0
+    """When its slots were last used at once, because its disk had room again; 0: never."""
     away_until_s: float = 0.0
     """Its agent restarts and is due until then; a shorter silence does not count."""
     unreachable_seq: int = 0

@@ -255,6 +255,21 @@ class FailedSave(Struct, frozen=True, kw_only=True):
     """How many orders to save, or to publish, failed in a row."""
 
 
+class RefusedStart(Struct, frozen=True, kw_only=True):
+    """The starts of a rank that a node refuses because its machine lacks something."""
+
+    rank: int
+    node: str
+    since_s: float
+    """When the first one in a row was refused."""
+    num: int
+    """How many in a row were."""
+    why: str
+    """What the agent said last."""
+    errno: str
+    """What the machine lacks: the name of the operating system's error, such as ENOSPC."""
+
+
 class LossSeries(Struct, frozen=True, kw_only=True):
     """Iterations in a row whose loss is not finite."""
 
@@ -329,6 +344,8 @@ class Task(Struct, kw_only=True):
     orphans: list[Rank] = field(default_factory=list[Rank])
     """Orphaned processes, to be stopped when their node is reachable again."""
     attempts: dict[int, int] = field(default_factory=dict[int, int])
+    refused_starts: dict[int, RefusedStart] = field(default_factory=dict[int, RefusedStart])
+    """By rank, until a process of it runs."""
     restarts: dict[int, int] = field(default_factory=dict[int, int])
     """By rank: its faults since it last made enough progress (restart_iterations)."""
     failures: FailureSeries | None = None

@@ -10,17 +10,17 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import UsageError
-from ..file_space import allocate, free_bytes
+from ..file_space import Room, allocate, free_bytes
 from . import append_only_file
 
 LOG_BYTES = 16 << 20
 """Beyond the end of the server's file. Two idle nodes write 4.6 MB an hour (measured)."""
 FILE_BYTES = 8 << 20
 """Of the file. To start the server, a control plane and two agents takes 0.1 MB (measured)."""
-FREE_BYTES_MIN = 32 << 20
-"""With less room beside the reserve, no process of a rank is started: the room that is left is for
-those that run."""
-BACK_BYTES = FREE_BYTES_MIN + (FREE_BYTES_MIN >> 2)
+ROOM_MIN = Room(32 << 20, 128)
+"""With less beside the reserve, no process of a rank is started: what is left is for those that
+run. A cluster with one task has 37 files (measured)."""
+ROOM_BACK = Room(ROOM_MIN.num_bytes + (ROOM_MIN.num_bytes >> 2), 160)
 """Then there is room again: hysteresis, so that it does not change with each file."""
 MARGIN_BYTES = 1 << 20
 """Of the last room this much is left for the small files of a start."""
@@ -43,7 +43,7 @@ class Reserve:
             extend(self._server)
         with suppress(OSError):
             has = self._file.exists() and self._file.stat().st_size == FILE_BYTES
-            if not has and free_bytes(self._folder) > FILE_BYTES + BACK_BYTES:
+            if not has and free_bytes(self._folder) > FILE_BYTES + ROOM_BACK.num_bytes:
                 self._make()
 
     def give_up(self) -> bool:

@@ -303,6 +303,9 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "members": lambda members: fmt.ranks(member["rank"] for member in members),
     "ms": fmt.ms,
     "nodes": _nodes,
+    "files": lambda body: (
+        f" and {fmt.files_in_words(few)}" if (few := body.get("free_files")) is not None else ""
+    ),
     "outage": outage,
     "plan": _plan,
     "progress": _progress,
@@ -372,7 +375,7 @@ TEMPLATES = {
     "EpochStarted": "decider {heart}, code {code}{durability:?, durability {durability}}"
     "{replicas_min:? on {replicas_min} replicas}",
     "OutageEnded": "{:outage}",
-    "RoomChanged": "{folder} has {free_bytes:~B} free{is_full:?, no process is started}",
+    "RoomChanged": "{folder} has {free_bytes:~B} free{:files}{is_full:?, no process is started}",
     "PolicySet": "silence {policy[silence_s_max]:g} s, {policy[restarts_max]} restarts"
     "{policy:changes}"
     "{policy[observe]:?, OBSERVING}"

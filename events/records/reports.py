@@ -59,6 +59,8 @@ class RoomChanged(Body, frozen=True):
     """The folder of the log's server."""
     free_bytes: int
     """Free room there."""
+    free_files: int | None = None
+    """How many files can still be made there; None: enough."""
 
 
 class PolicySet(Body, frozen=True):
@@ -265,7 +267,8 @@ class OrderRefused(Body, frozen=True):
     order: int
     why: str
     errno: str = ""
-    """The name of the operating system's error, such as ENOSPC, if it was one."""
+    """The name of the operating system's error, such as ENOSPC, if it was one; of a StartRank, only
+    of what the machine lacks: then the task is not at fault."""
     task: int = 0
     """The task whose checkpoint was not published; 0: it was another order."""
 

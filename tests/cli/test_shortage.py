@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import resource
+import shutil
+import signal
+import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_process import refused
 from small_disk import fill, small_disk
+from unicron.cli.cluster import processes
 from unicron.cli.cluster.local_cluster import CONTROL_PLANE, UP, agent_name
+from unicron.cli.cluster.state_dir import StateDir
 from unicron.events.log import reserve
 from up_cluster import Cluster, cluster, until
 
@@ -28,6 +36,25 @@ def small(tmp_path: Path) -> Iterator[Cluster]:
         made = Cluster(disk / "state")
         yield made
         made.end()
+
+
+@pytest.fixture
+def few(tmp_path: Path) -> Iterator[Cluster]:
+    """A cluster whose state folder is on a disk for 600 files."""
+    with small_disk(tmp_path / "disk", 120 << 20, ",nr_inodes=600") as disk:
+        made = Cluster(disk / "state")
+        yield made
+        made.end()
+
+
+def fill_with_files(disk: Path) -> Path:
+    """A folder of so many files that no more can be made."""
+    taken = disk / "taken"
+    taken.mkdir()
+    with suppress(OSError):
+        for number in itertools.count():
+            (taken / str(number)).touch()
+    return taken
 
 
 def submit(cluster: Cluster, folder: Path, name: str) -> None:
@@ -80,6 +107,49 @@ def test_the_cluster_works_on_while_its_disk_is_full(small: Cluster, tmp_path: P
     assert kinds.count("RoomChanged") == 2
     assert "IncidentOpened" not in kinds
     until(lambda: (small.state.path / reserve.FILE).exists())
+
+
+def test_a_disk_that_takes_no_more_files_fails_no_task(few: Cluster, tmp_path: Path) -> None:
+    assert few.up("--slots", "2").returncode == 0
+    submit(few, tmp_path, "runs")
+    until(lambda: running(few, "runs"))
+    (rank,) = pids(few, "runs")
+    taken = fill_with_files(few.state.path.parent)
+    os.kill(rank, signal.SIGKILL)
+    told = "room for 0 more files (df -i)"
+    until(lambda: told in json.loads(few("status", "-o", "json").stdout)["cluster"]["no_room"])
+    assert told in " ".join(few("doctor").stdout.split())
+    time.sleep(SHORT_S)
+    assert task(few, "runs")["state"] == "healing"
+    shutil.rmtree(taken)
+    until(lambda: running(few, "runs"))
+    kinds = [one["kind"] for one in few.records()]
+    assert kinds.count("IncidentOpened") == 1
+    assert not {"IncidentEscalated", "ExperimentBegun"} & {*kinds}
+
+
+def test_up_says_that_a_disk_takes_no_more_files(few: Cluster) -> None:
+    fill_with_files(few.state.path.parent)
+    refused(few.up(), f"the disk of {few.state.path} is full: room for 0 more files (df -i)")
+    assert not few.state.path.exists()
+
+
+def test_all_processes_are_ended_also_on_a_read_only_disk(tmp_path: Path) -> None:
+    """Their pid files stay: the first one that could not be deleted left the rest alive."""
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        state = StateDir(disk / "state")
+        state.create()
+        children = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+        found = [processes.record(state, f"agent-{one.pid}", one.pid) for one in children]
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True, timeout=20)
+        try:
+            processes.stop_together(state, found, 5.0)
+            assert [one.wait(5) for one in children] == [-signal.SIGTERM] * 2
+            assert [processes.find(state, one.name) for one in found] == [None, None]
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
 
 
 def test_up_says_which_disk_is_full(small: Cluster) -> None:

@@ -48,6 +48,7 @@ def health(
     why: str = "",
     devices: tuple[int, ...] = (),
     status: str = "",
+    rule: str = "",
 ) -> list[Record]:
     return d.tell(
         d.source(node),
@@ -59,7 +60,7 @@ def health(
             why=why or f"{check} is {said}",
             devices=devices,
             status=status,
-            rule=status and "a rule",
+            rule=rule or (status and "a rule"),
         ),
     )
 

@@ -10,10 +10,10 @@ import pytest
 
 
 @contextmanager
-def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
+def small_disk(folder: Path, num_bytes: int, options: str = "") -> Iterator[Path]:
     """A tmpfs at the folder. Skips the test where none can be mounted: it takes root."""
     folder.mkdir()
-    words = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
+    words = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}{options}", "tmpfs", str(folder)]
     try:
         subprocess.run(words, check=True, capture_output=True, timeout=20)
     except (OSError, subprocess.CalledProcessError):

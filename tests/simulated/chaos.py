@@ -13,6 +13,7 @@ from simulated.agent import SimulatedAgent, SimulatedProcess
 from simulated.log_link import NO_FAULTS, LinkFaults
 from simulated.noise import Noise
 from unicron.control_plane.service.room import Room
+from unicron.events import file_space
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Record
 
@@ -47,7 +48,7 @@ class SimulatedRoom(Room):
         self.is_full = False
 
     async def look(self) -> None:
-        self._free_bytes = 0 if self.is_full else 1 << 40
+        self.see(file_space.Room(0 if self.is_full else 1 << 40))
 
 
 class Chaos:

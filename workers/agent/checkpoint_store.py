@@ -19,6 +19,7 @@ from ...events import network_address
 from ...events.bounded_file import LOG_BYTES_MAX
 from ...events.errors import UsageError
 from ...events.records.types import STORES_NUM_MAX
+from ...events.regular_files import open_to_write
 from ..checkpoint_store import protocol
 from ..checkpoint_store.store import BYTES_MAX, bytes_max
 from .delivery.log_link import backoff_s
@@ -122,7 +123,7 @@ class CheckpointStore:
                 ours.send(self._secret)  # not by the environment, which others may read
                 ours.setblocking(False)
                 self._log_path.parent.mkdir(parents=True, exist_ok=True)
-                with self._log_path.open("ab") as log:
+                with open_to_write(self._log_path, appends=True) as log:
                     self._shim.bound(STORE_PROCESS, self._log_path, LOG_BYTES_MAX)
                     self.pid = self._shim.start(
                         STORE_PROCESS,

@@ -17,7 +17,7 @@ from ...events.records import orders, reports
 from ...events.records.codec import UnknownBody
 from ...events.records.envelope import Record
 from ...events.records.types import Body
-from ...events.shortage import outlast
+from ...events.shortage import errno_of, outlast
 from ...events.timing import REAP_S_MAX, STOP_GRACE_S
 from ..host import linux
 from ..ipc.pipe_protocol import Adopted, Frame
@@ -366,9 +366,11 @@ class OrderExecutor:
             if not sent and rank.process is not None and not rank.process.has_ended:
                 self._refuse(record.seq, f"rank {rank.order.rank} does not read its pipe")
 
-    def _refuse(self, seq: int, why: str) -> None:
+    def _refuse(self, seq: int, why: str, errno: str = "") -> None:
         _log.warning("order refused", order=seq, why=why)
-        self._report(reports.OrderRefused(node=self._node.name, order=seq, why=why), None)
+        self._report(
+            reports.OrderRefused(node=self._node.name, order=seq, why=why, errno=errno), None
+        )
 
     # --- fault injection ------------------------------------------------------------------------
     def _inject_fault(self, order: orders.InjectFault, seq: int) -> None:
@@ -422,12 +424,13 @@ class OrderExecutor:
                 pipe = self._pipe(rank)
             page = self.watch.open(order)
             process = self._starter.start(order, rank.frame, pipe, page)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, MemoryError) as error:
             for end in (pipe, page):
                 if end is not None:
                     end.close()
             program = next(iter(order.spec.command), "a rank")
-            self._refuse(rank.frame.seq, f"cannot start {program}: {error}")
+            why = str(error) or "out of memory"
+            self._refuse(rank.frame.seq, f"cannot start {program}: {why}", errno_of(error))
             return False
         self._begin(rank, process, pipe, page)
         self._announce(rank, process)

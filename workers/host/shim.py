@@ -107,6 +107,8 @@ class Reply(Struct, frozen=True, tag=True):
     signal: int | None = None
     dumped: bool = False
     contains: bool = False
+    errno: int = 0
+    """Of the operating system's error; 0: it is none."""
 
 
 _Message = Attach | Served | Held | Start | Status | Reap | End
@@ -216,13 +218,13 @@ class _Shim:
                 for entry in self._entries.values():
                     send(agent, entry.held, entry.files)
         except FilesLost as error:
-            self._refuse(agent, str(error))
+            self._refuse(agent, error)
         except (OSError, EOFError):
             self._detach()
 
-    def _refuse(self, agent: socket.socket, why: str) -> None:
+    def _refuse(self, agent: socket.socket, error: OSError) -> None:
         try:
-            send(agent, Reply(error=why))
+            send(agent, Reply(error=str(error), errno=_errno_of(error)))
         except OSError:
             self._detach()
 
@@ -298,7 +300,7 @@ class _Shim:
         except (OSError, ValueError, UsageError, subprocess.SubprocessError) as error:
             for file in ours:
                 os.close(file)
-            return Reply(error=str(error))
+            return Reply(error=str(error), errno=_errno_of(error))
         finally:
             for file in (log, *theirs):
                 os.close(file)
@@ -319,6 +321,13 @@ class _Shim:
                 break
             time.sleep(_POLL_S)
         os._exit(0)
+
+
+def _errno_of(error: Exception) -> int:
+    """Of a start that failed; 0: it is no error of the operating system."""
+    if isinstance(error, subprocess.SubprocessError):
+        return errno.EAGAIN  # before the program: in the preparation, which is ours
+    return (isinstance(error, OSError) and error.errno) or 0
 
 
 def _status(pid: int) -> Reply:

@@ -102,6 +102,12 @@ def test_a_limit_of_ranks_that_does_not_hold_is_told(d: Driver) -> None:
     )
 
 
+def test_files_that_cannot_be_made_are_told_as_such(d: Driver) -> None:
+    body = r.RoomChanged(is_full=True, folder="/s", free_bytes=3 << 30, free_files=7)
+    d.tell(f"leader/{d.state.nonce}", body)
+    assert d.state.no_room == "no room for the log: /s has room for 7 more files (df -i)"
+
+
 def test_a_cancel_works(d: Driver, task: int) -> None:
     full(d)
     records = d.tell("operator/cancel", r.TaskCancelRequested(task=task))

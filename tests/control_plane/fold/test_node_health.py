@@ -6,7 +6,7 @@ import pytest
 from decider import Driver, kinds, spec
 from device_errors import health
 from two_tasks import seen
-from unicron.control_plane.fold.node_health import RECOVERED_S
+from unicron.control_plane.fold.node_health import FLAPPING_S, RECOVERED_S
 from unicron.control_plane.planner.problem_of_state import input_digest
 from unicron.events.records import reports, statuses
 
@@ -133,3 +133,51 @@ def test_a_new_leader_starts_every_recovery_again(d: Driver) -> None:
     d.due(DUE)
     assert unhealthy_slots(d) == [], "both slots waited the full time again"
     assert d.state.at_s >= healthy_s + RECOVERED_S
+
+
+# --- room: no flapping hardware --------------------------------------------------------------
+def full(d: Driver, said: str, rule: str = "disk-full") -> None:
+    health(d, "n2", said, check="disk", rule=rule if said != "healthy" else "")
+
+
+@pytest.mark.parametrize("rule", ["disk-full", "disk-inodes"])
+@pytest.mark.parametrize("back", ["degraded", "healthy"])
+def test_slots_are_used_at_once_when_a_disk_has_room_again(d: Driver, rule: str, back: str) -> None:
+    task = d.running(spec(slots={"min": 6, "max": 6}))
+    full(d, "unhealthy", rule)
+    assert unhealthy_slots(d) == [0, 1]
+    (recovery,) = [x["recovers"] for x in seen(d)["nodes"] if x["id"] == "n2"]
+    assert (recovery["after_s"], recovery["from_s"]) == (0.0, None)
+    full(d, back, rule)
+    assert unhealthy_slots(d) == []
+    assert DUE not in d.state.deadlines
+    assert len(d.state.tasks[task].target) == 6, "planned with its slots, at once"
+
+
+def test_a_disk_that_fills_again_and_again_is_waited_for(d: Driver) -> None:
+    full(d, "unhealthy")
+    full(d, "healthy")
+    d.now_s += FLAPPING_S / 2
+    full(d, "unhealthy")
+    full(d, "healthy")
+    assert unhealthy_slots(d) == [0, 1]
+    d.due(DUE)
+    assert unhealthy_slots(d) == []
+    d.now_s += FLAPPING_S
+    full(d, "unhealthy")
+    full(d, "healthy")
+    assert unhealthy_slots(d) == []
+
+
+def test_room_is_no_reason_to_trust_other_hardware(d: Driver) -> None:
+    health(d, "n2", "unhealthy", check="check/fan", devices=(1,))
+    full(d, "unhealthy")
+    full(d, "healthy")
+    assert unhealthy_slots(d) == [0, 1], "the fan still fails"
+    health(d, "n2", "healthy", check="check/fan", devices=(1,))
+    assert unhealthy_slots(d) == [0, 1]
+    d.due(DUE)
+    assert unhealthy_slots(d) == []
+    full(d, "unhealthy", "disk-read-only")
+    full(d, "healthy")
+    assert unhealthy_slots(d) == [0, 1]

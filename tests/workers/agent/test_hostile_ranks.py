@@ -338,3 +338,24 @@ def test_a_rank_cannot_cut_its_page() -> None:
         with pytest.raises(PermissionError):
             os.ftruncate(page.fd, size)
     page.close()
+
+
+async def test_a_pipe_where_the_next_output_will_be_stops_no_agent(plane: PlaneStub) -> None:
+    """Whoever opens a pipe to write waits for a reader: the agent would, with all its ranks."""
+    agent = plane.agent()
+    await plane.wait(r.NodeJoined)
+    await plane.start(
+        "import os, sys\n"
+        "own = os.readlink('/proc/self/fd/1')\n"
+        "os.mkfifo(own.replace('attempt-1', 'attempt-2'))\n"
+        "os.mkfifo(own + '.1')\n"
+        "sys.exit(3)"
+    )
+    await plane.wait(r.RankExited)
+    await plane.start("print('it runs'); import time; time.sleep(600)", attempt=2)
+    (_, second) = await plane.wait(r.RankStarted, 2)
+    await plane.start("pass", rank=1)
+    await plane.wait(r.RankExited, 2)
+    assert agent.poll() is None
+    await until_text(Path(second.log_path))
+    assert Path(second.log_path).read_text() == "it runs\n"

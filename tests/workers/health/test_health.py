@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 import time
@@ -21,6 +22,8 @@ from unicron.workers.agent.health.health_monitor import HealthMonitor, HealthSou
 from unicron.workers.agent.health.limits import (
     BURST_QUIET_S,
     BURST_S_MAX,
+    DISK_AGAIN_S,
+    DISK_EVERY_S,
     ERRED_NUM_MAX,
     ERRED_WITHIN_S,
     FLAPS_WITHIN_S,
@@ -285,6 +288,30 @@ def test_a_disk_whose_writes_fail_or_take_long(tmp_path: Path) -> None:
     slow = iter((0.0, 6.0))
     (found,) = Disk(tmp_path, clock=lambda: next(slow)).read().findings
     assert (found.health, found.why) == ("degraded", f"{tmp_path}: a small write took 6 s")
+
+
+async def test_a_disk_that_has_room_again_is_told_within_seconds(tmp_path: Path) -> None:
+    """All else waits for it: nothing starts on the node."""
+    rooms = iter([_room(1 << 13)] * 2)
+    disk = Disk(tmp_path, look_at=lambda _: next(rooms, _room(1 << 20)))
+    reports: list[Body] = []
+    monitor = _health(tmp_path, reports)
+    waits_s: list[float] = []
+    for _ in range(8):
+        monitor._take(disk.read().findings, ())
+        waits_s.append(disk.every_s)
+    assert [one.health for one in reports if isinstance(one, HealthChanged)] == [BAD, "healthy"]
+    assert sum(waits_s[:4]) == 4 * DISK_AGAIN_S, "until it is told as healthy"
+    assert waits_s[4:] == [DISK_EVERY_S] * 4
+
+
+def test_a_quota_is_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(path: Path) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr("unicron.workers.agent.health.machine.open_to_write", write)
+    (found,) = Disk(tmp_path, look_at=lambda _: _room(1 << 20)).read().findings
+    assert (found.health, found.rule) == ("unhealthy", "disk-full")
 
 
 # --- memory -------------------------------------------------------------------------------------

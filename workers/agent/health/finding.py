@@ -46,8 +46,12 @@ class Reader(Protocol):
     OSError, ValueError or LookupError if the part cannot be read."""
 
     name: str
-    every_s: float
     s_max: float
+
+    @property
+    def every_s(self) -> float:
+        """The time between two readings."""
+        ...
 
     def read(self) -> Reading: ...
 

@@ -6,6 +6,8 @@ NETWORK_EVERY_S, NETWORK_S_MAX = 5.0, 10.0
 MEMORY_EVERY_S, MEMORY_S_MAX = 10.0, 10.0
 DISK_EVERY_S, DISK_S_MAX = 30.0, 20.0
 """If a small write takes longer than DISK_S_MAX, every checkpoint is delayed (our choice)."""
+DISK_AGAIN_S = 2.0
+"""Time between two looks while it is unhealthy: nothing starts until it has recovered."""
 BLOCKED_EVERY_S, BLOCKED_S_MAX = 15.0, 10.0
 """This check reads one file for each process of the node: about 20 us each (measured)."""
 KERNEL_EVERY_S = 0.25

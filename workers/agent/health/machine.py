@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ....events.records.reports import CheckHealth
+from ....events.regular_files import open_to_write
+from ....events.shortage import is_full
 from ...host import linux
 from ...host.memory_cgroups import folders_of, limit_and_free
 from . import limits
@@ -22,7 +24,7 @@ class Disk:
     """The disk of a folder. If a write hangs, the call raises Late, and the disk is "unknown"."""
 
     name = "disk"
-    every_s, s_max = limits.DISK_EVERY_S, limits.DISK_S_MAX
+    s_max = limits.DISK_S_MAX
 
     def __init__(
         self,
@@ -36,15 +38,27 @@ class Disk:
         self._look_at = look_at
         self._bytes = Thresholds(limits.FREE_BYTES_DEGRADED, limits.FREE_BYTES_UNHEALTHY)
         self._inodes = Thresholds(limits.INODES_SHARE_DEGRADED, limits.INODES_SHARE_UNHEALTHY)
+        self._num_soon = 0
+
+    @property
+    def every_s(self) -> float:
+        """The time until the next look: short until all know that it is unhealthy, or no more."""
+        return limits.DISK_AGAIN_S if self._num_soon else limits.DISK_EVERY_S
 
     def read(self) -> Reading:
         """Raises OSError if the folder cannot be read."""
+        finding = self._finding()
+        is_bad = finding.health == "unhealthy"
+        self._num_soon = limits.LOOKS_BETTER_NUM if is_bad else max(self._num_soon - 1, 0)
+        return Reading([finding])
+
+    def _finding(self) -> Finding:
         stat = self._look_at(self._folder)
-        found: list[Finding] = []
+        findings: list[Finding] = []
 
         def add(health: CheckHealth, why: str, rule: str) -> None:
             if health != "healthy":
-                found.append(Finding(self.name, health, f"{self._folder}: {why}", rule=rule))
+                findings.append(Finding(self.name, health, f"{self._folder}: {why}", rule=rule))
 
         free_bytes = stat.f_bavail * stat.f_frsize
         add(self._bytes.level(free_bytes), f"{free_bytes / (1 << 20):.0f} MiB free", "disk-full")
@@ -59,22 +73,22 @@ class Disk:
                 add(
                     "unhealthy" if error.errno in _PERSISTENT else "unknown",
                     f"a write fails: {error.strerror}",
-                    "disk-write",
+                    "disk-full" if is_full(error) else "disk-write",
                 )
             elif took_s > limits.PROBE_S_DEGRADED:
                 add("degraded", f"a small write took {took_s:.0f} s", "disk-slow")
-        return Reading([worst(self.name, found)])
+        return worst(self.name, findings)
 
     def _write(self) -> tuple[float, OSError | None]:
         began_s = self._clock()
         try:
-            fd = os.open(self._probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
-                os.write(fd, bytes(limits.PROBE_BYTES))
-                os.fsync(fd)
+                with open_to_write(self._probe) as probe:
+                    probe.write(bytes(limits.PROBE_BYTES))
+                    probe.flush()
+                    os.fsync(probe.fileno())
             finally:
-                os.close(fd)
-                os.unlink(self._probe)
+                self._probe.unlink(missing_ok=True)
         except OSError as error:
             return 0.0, error
         return self._clock() - began_s, None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from ....events.bounded_file import ASIDE, HEAD_BYTES, TAIL_BYTES
-from ....events.regular_files import open_regular
+from ....events.regular_files import open_regular, open_to_write
 from ...host import linux, rank_cgroups
 from . import former_outputs
 from .shim import OUTPUT, ZYGOTE, Shim
@@ -345,7 +345,7 @@ class Process:
 def _opened(shim: Shim, key: str, output: Output) -> Generator[BinaryIO]:
     """The file that gets the output of a process that is started, bounded by the shim."""
     output.path.parent.mkdir(parents=True, exist_ok=True)
-    with output.path.open("ab") as file:
+    with open_to_write(output.path, appends=True) as file:  # a former attempt may be hostile
         former_outputs.mark_used(file.fileno())
         shim.bound(key, output.path, output.bytes_max)
         try:

@@ -21,6 +21,7 @@ from ....events import unix_socket
 from ....events.bounded_file import LOG_BYTES_MAX
 from ....events.decoding import Decoder
 from ....events.errors import UnicronError
+from ....events.regular_files import open_to_write
 from ...host import linux, shim
 
 ARGV = (sys.executable, "-P", "-m", "unicron.workers.host.shim")
@@ -46,6 +47,12 @@ class Held(NamedTuple):
     note: bytes
     pid: int
     files: list[int]
+
+
+def _failed(reply: shim.Reply) -> OSError:
+    error = OSError(reply.error)
+    error.errno = reply.errno or None
+    return error
 
 
 class Shim:
@@ -85,7 +92,8 @@ class Shim:
         except (ConnectionRefusedError, FileNotFoundError):
             path.unlink(missing_ok=True)
             log_path.parent.mkdir(parents=True, exist_ok=True)
-            with socket.socket(socket.AF_UNIX) as listener, log_path.open("ab") as log:
+            log = open_to_write(log_path, appends=True)
+            with socket.socket(socket.AF_UNIX) as listener, log:
                 listener.bind(address)
                 listener.listen()
                 subprocess.Popen(
@@ -145,7 +153,7 @@ class Shim:
             *held,
         )
         if reply.error:
-            raise OSError(reply.error)
+            raise _failed(reply)
         self.pids[key] = reply.pid
         return reply.pid
 
@@ -153,7 +161,7 @@ class Shim:
         """Hold files, and a child of the shim that it has not started itself. Raises OSError."""
         reply = self._call(shim.Held(key, note, pid), *files)
         if reply.error:
-            raise OSError(reply.error)
+            raise _failed(reply)
         if pid:
             self.pids[key] = pid
 

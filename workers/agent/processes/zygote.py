@@ -5,6 +5,7 @@ rank waits for the zygote. If it cannot be used, the agent starts ranks by exec.
 """
 
 import asyncio
+import errno
 import socket
 import sys
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ import structlog
 
 from ....events.bounded_file import LOG_BYTES_MAX
 from ....events.decoding import from_msgpack
+from ....events.regular_files import open_to_write
 from ...ipc.pipe_protocol import REQUEST_BYTES_MAX, ForkReply, ForkRequest
 from .shim import ZYGOTE, Shim
 
@@ -97,7 +99,8 @@ class Zygote:
             answer = from_msgpack(self._socket.recv(REQUEST_BYTES_MAX), ForkReply)
         except (OSError, msgspec.MsgspecError) as error:
             self.close()
-            raise OSError(f"the zygote does not fork: {error}") from None
+            # EAGAIN: the same start may succeed without it
+            raise OSError(errno.EAGAIN, f"the zygote does not fork: {error}") from None
         return answer.pid
 
     def close(self) -> None:
@@ -111,7 +114,7 @@ class Zygote:
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, self._log_path.open("ab") as log:
+        with theirs, open_to_write(self._log_path, appends=True) as log:
             self._shim.bound(ZYGOTE, self._log_path, LOG_BYTES_MAX)
             self._pid = self._shim.start(
                 ZYGOTE,
