@@ -1,4 +1,4 @@
-"""Runs the tests in four concurrent lanes; three of them mostly wait.
+"""Runs the tests in five concurrent lanes, which mostly wait.
 
 `make test` runs the tier `test`: all that is quick, and one test for each kind of fault and of
 engine. `make test-real` runs the tests that tests/real.txt lists, `make test-web` those of the
@@ -41,32 +41,40 @@ FLAKES = ROOT / "tests" / "flakes.txt"
 BEGIN = "<!-- the last run -->"
 PRODUCT = ("events", "control_plane", "workers", "cli")
 RANKS = "tests/workers/training"
-WITH_PROGRAMS = [
-    f"{RANKS}/test_{name}.py"
-    for name in ("data_loader", "known_versions", "megatron_wheels", "resharding")
-]
-WITH_OTHERS = [f"{RANKS}/test_{name}.py" for name in ("checkpoint", "experts", "gpu_check")]
-HOSTS, HOUSE = "tests/hosts/test_hosts.py", "tests/house"
-WITH_CLUSTERS = ["tests/fuzz", "tests/prometheus", "tests/bench"]
-"""Tests in the lane of others, so that no lane is much longer than the rest."""
 BROWSER = "tests/browser"
+
+
+def _of_ranks(*names: str) -> list[str]:
+    return [f"{RANKS}/test_{name}.py" for name in names]
+
+
+WITH_CLUSTERS = _of_ranks("data_loader", "resharding")
+WITH_PROGRAMS = _of_ranks("known_versions", "megatron_wheels")
+WITH_SERVERS = _of_ranks("overlap", "points", "sharded")
+WITH_OTHERS = _of_ranks("checkpoint", "experts", "gpu_check")
+"""Tests in lanes of others, so that no lane is much longer than the rest."""
 OF_RANKS = [f"{RANKS}/{file.name}" for file in sorted((ROOT / RANKS).glob("test_*.py"))]
+IN_OTHER_LANES = [*WITH_CLUSTERS, *WITH_PROGRAMS, *WITH_SERVERS, *WITH_OTHERS]
+CLUSTERS = ["tests/cluster", "tests/hosts"]
 PROGRAMS = ["tests/cli", "tests/workers/agent"]
+SERVERS = [
+    *("tests/control_plane/api", "tests/control_plane/service", "tests/events"),
+    *("tests/fuzz", "tests/prometheus", "tests/bench"),
+]
 LANES = {
-    "clusters": ["tests/cluster", HOSTS, HOUSE, *WITH_CLUSTERS],
-    "ranks": [RANKS, *(f"--ignore={file}" for file in (*WITH_PROGRAMS, *WITH_OTHERS))],
-    "programs": [*PROGRAMS, "tests/hosts", f"--ignore={HOSTS}", *WITH_PROGRAMS],
+    "clusters": [*CLUSTERS, *WITH_CLUSTERS],
+    "ranks": [RANKS, *(f"--ignore={file}" for file in IN_OTHER_LANES)],
+    "programs": [*PROGRAMS, *WITH_PROGRAMS],
+    "servers": [*SERVERS, *WITH_SERVERS],
     "others": [
         "tests",
         *(
             f"--ignore={path}"
             for path in (
-                "tests/cluster",
-                "tests/hosts",
-                HOUSE,
-                BROWSER,
+                *CLUSTERS,
                 *PROGRAMS,
-                *WITH_CLUSTERS,
+                *SERVERS,
+                BROWSER,
                 *(file for file in OF_RANKS if file not in WITH_OTHERS),
             )
         ),

@@ -213,7 +213,7 @@ def test_a_slot_that_a_check_reports_is_still_sick(d: Driver) -> None:
                 409,
                 "n2/1 is still sick: gpu/1: GPU is lost",
                 "repair it; it is used again 60 s "
-                "after the check says healthy, then unicron lift n2/1",
+                "after its check says healthy, then unicron lift n2/1",
             )
     d.obey(d.due("recovered/n2"))
     d.obey(lift(d, "n2/1"))

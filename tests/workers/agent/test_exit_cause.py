@@ -545,7 +545,7 @@ def test_a_pipe_in_place_of_the_log_is_not_waited_for(end_of: Any) -> None:
             "raise SystemExit(3)"
         )
     )
-    assert (report.exit_code, report.tail) == (3, "(no output: not a regular file)")
+    assert (report.exit_code, report.tail) == (3, "(no output: a fifo, not a regular file)")
 
 
 def test_a_log_that_was_emptied_is_read_from_its_beginning(end_of: Any, tmp_path: Path) -> None:

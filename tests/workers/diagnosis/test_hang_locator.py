@@ -673,7 +673,7 @@ def test_a_fifo_is_refused_at_once_and_skipped_in_a_folder(
     fifo = tmp_path / "dump_1"
     os.mkfifo(fifo)
     (tmp_path / "dump_0").write_text(json.dumps(dump(entry(1))))
-    assert f"{fifo}: not a regular file" in refused(capsys, fifo)[0]
+    assert f"{fifo}: a fifo, not a regular file" in refused(capsys, fifo)[0]
     assert 1 in answered(capsys, tmp_path)["missing"]
 
 
