@@ -107,9 +107,21 @@ class Server(Struct, frozen=True, kw_only=True):
                 time.sleep(_POLL_S)
         if self.is_alive:
             raise ServerError(f"server {self.pid} does not exit", f"kill -9 {self.pid}")
-        # Under the lock: the next server, which may start at once, appends to the same file.
-        with suppress(OSError, UsageError, Held), FileLock(Path(self.directory) / "lock").acquire():
-            reserve.release(Path(self.directory), newest_too=True)
+        self._free_reserve()
+
+    def _free_reserve(self) -> None:
+        """Under the lock: the next server, which may start at once, appends to the same file. A
+        process is gone a moment before the last of its threads has let go of the lock."""
+        deadline = time.monotonic() + LOCK_S_MAX
+        while time.monotonic() < deadline:
+            try:
+                with FileLock(Path(self.directory) / "lock").acquire():
+                    reserve.release(Path(self.directory), newest_too=True)
+                return
+            except Held:
+                time.sleep(_POLL_S)
+            except (OSError, UsageError):
+                return
 
 
 class _Note(Struct, frozen=True):
