@@ -2,7 +2,7 @@
 
 The kernel gives the pid of a process that ended to another one. So a pid file also holds the start
 time of its process: a signal to a pid alone could end a stranger. And a folder may be a copy, or of
-another person: a process is the folder's only if it has one of the folder's files open.
+another person: a pid file also holds which folder it was written in.
 """
 
 import os
@@ -52,7 +52,7 @@ def find(state: StateDir, name: str) -> Process | None:
     pid, started = data.get("pid"), data.get("started")
     if isinstance(pid, int) and 1 < pid < PIDS_NUM_MAX and isinstance(started, str):
         process = Process(name=name, pid=pid, started=started)
-        if process.is_alive and _is_of(state, pid):
+        if process.is_alive and (data.get("folder") == _identity(state) or _is_of(state, pid)):
             return process
     discard(path)
     return None
@@ -65,10 +65,16 @@ def discard(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def _identity(state: StateDir) -> str:
+    """Of the folder; a copy has another one."""
+    status = state.path.stat()
+    return f"{status.st_dev}:{status.st_ino}"
+
+
 def _is_of(state: StateDir, pid: int) -> bool:
-    """Whether the process has a file of this folder open: its output, or the lock of `up`. True
-    where /proc does not tell: there is none, or it is another user's process, which gets no signal
-    of ours."""
+    """Whether the process has a file of this folder open, as its output or a lock: for pid files of
+    0.3.0, and a folder that was mounted again. True where /proc does not tell: there is none, or it
+    is another user's process, which gets no signal of ours."""
     folder = Path(f"/proc/{pid}/fd")
     try:
         opened = [os.readlink(link) for link in folder.iterdir()]
@@ -86,7 +92,8 @@ def names(state: StateDir) -> list[str]:
 def record(state: StateDir, name: str, pid: int) -> Process:
     """Write the pid file of a running process."""
     process = Process(name=name, pid=pid, started=start_time(pid))
-    write_json(state.pids / f"{name}.json", {"pid": pid, "started": process.started})
+    note = {"pid": pid, "started": process.started, "folder": _identity(state)}
+    write_json(state.pids / f"{name}.json", note)
     return process
 
 

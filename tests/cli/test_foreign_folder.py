@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from cli_process import in_process
 from unicron.cli.cluster import processes
+from unicron.cli.cluster.state_dir import StateDir, write_json
 from unicron.events.log.append_only_file import STRANGE_HINT
 
 from .test_local_cluster import Cluster, until
@@ -152,8 +153,14 @@ def test_down_ends_no_process_that_only_a_file_names(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as stranger:
         try:
             cluster.state.create()
-            for name in ("agent-n1", "control-plane", "up"):
-                processes.record(cluster.state, name, stranger.pid)
+            (tmp_path / "his").mkdir()
+            his = StateDir(tmp_path / "his" / "state")
+            his.create()
+            processes.record(his, "agent-n1", stranger.pid)
+            shutil.copytree(his.pids, cluster.state.pids, dirs_exist_ok=True)
+            note = json.loads((his.pids / "agent-n1.json").read_bytes())
+            for name in ("control-plane", "up"):  # as 0.3.0 has written them
+                write_json(cluster.state.pids / f"{name}.json", {**note, "folder": None})
             assert cluster("down").returncode == 0
             assert stranger.poll() is None
         finally:
