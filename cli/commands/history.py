@@ -48,11 +48,8 @@ def _hours(slot_s: float) -> str:
 
 
 def _totals(total: Plain) -> list[str]:
-    lost_s, faults, mtbf_s = (
-        sum(total["lost_slot_s"].values()),
-        total["faults"],
-        total["mtbf_slot_s"],
-    )
+    lost_s, faults = sum(total["lost_slot_s"].values()), total["faults"]
+    mtbf_s = total["mtbf_slot_s"]
     share = f" ({100 * lost_s / total['slot_s']:.1f} %)" if total["slot_s"] else ""
     mtbf = f"{_hours(mtbf_s)} hours of one slot; " if faults and mtbf_s is not None else ""
     incidents = ", ".join(f"{what} {count(num)}" for what, num in total["incidents"].items())

@@ -120,9 +120,8 @@ class _File(Struct):
         if self.path.exists():
             return self.path.stat().st_size
         _, _, end = self._part(client, BEHIND_END_BYTES, BEHIND_END_BYTES)
-        if (
-            end == BEHIND_END_BYTES
-        ):  # an agent of a former release does not tell it: read on up to there
+        if end == BEHIND_END_BYTES:
+            # An agent of a former release does not tell it: read on up to there.
             end = 0
             while (after := self._part(client, end, BEHIND_END_BYTES)[2]) != end:
                 end = after
