@@ -13,6 +13,7 @@ import hmac
 import re
 import secrets
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Literal
 from urllib.parse import quote, urlunsplit
 
@@ -32,6 +33,8 @@ RESERVED_NAMES = ("leader", "operator")
 PREFIX = "unicron_"
 SECRET = re.compile(rf"{PREFIX}[A-Za-z0-9_-]{{43}}\Z")
 
+KEYS_NUM_MAX = 1 << 14
+"""Derived keys that are kept: a control plane needs those of a node for each report and order."""
 Keys = Callable[[str], bytes]
 """Returns the key of a node."""
 
@@ -64,7 +67,7 @@ class Identities:
 
     def _derive(self, *parts: str) -> bytes:
         # No part holds a newline, so two lists of parts never give one text.
-        return hmac.digest(self._secret, "\n".join((*parts, self._cluster)).encode(), "sha256")
+        return _derived(self._secret, "\n".join((*parts, self._cluster)).encode())
 
 
 def only_key(node: str, key: bytes) -> Keys:
@@ -163,9 +166,10 @@ StoreKeys = dict[str, StoreKey]
 
 def store_secret(key: bytes) -> bytes:
     """The secret of a node's checkpoint store, from the node's key."""
-    return _sign(key, b"store", b"")
+    return _derived(key, b"store\n")
 
 
+@lru_cache(KEYS_NUM_MAX)
 def store_key(secret: bytes, task: int, generation: int) -> StoreKey:
     """A key of the store that has this secret. Without the secret, none can be made."""
     return StoreKey(task, generation, _sign(secret, b"task", b"%d\n%d" % (task, generation)))
@@ -183,6 +187,11 @@ def store_keys(keys: Keys, order: Body, node: str) -> StoreKeys:
         name: store_key(store_secret(keys(name)), order.task, getattr(order, "generation", 0))
         for name in sorted(found)
     }
+
+
+@lru_cache(KEYS_NUM_MAX)
+def _derived(key: bytes, data: bytes) -> bytes:
+    return hmac.digest(key, data, "sha256")
 
 
 def _sign(key: bytes, purpose: bytes, data: bytes) -> bytes:

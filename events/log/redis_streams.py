@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -244,12 +245,14 @@ TAKE = (
     + """
 -- KEYS bell shared reports senders
 -- ARGV lists after num_max node_num_max node_bytes_max report_bytes_max list_num_max
---      list_bytes_max turn woken_by
--- Moves entries of the nodes' lists to the intake's stream: one of each list that has any, from the
--- list `turn` on, then one of each again, until there are `num_max` or none is left; so many and so
--- much of each list. woken_by: the first entry of the shared list, if a reader has taken it.
--- Returns the next turn; whether it has looked at all lists; {node, taken, left, dropped} of each
--- that had any; and the stream's entries after `after`.
+--      list_bytes_max looks_at_all woken_by [node]...
+-- Moves entries of the nodes' lists to the intake's stream: one of each list, then one of each
+-- again, until there are `num_max` or none is left; so many and so much of each list. It looks at
+-- the shared list, at those of `node`, and at those whose nodes have rung the bell since the last
+-- time; with `looks_at_all`, or when the bell is larger than nodes make it, at all.
+-- woken_by: the first entry of the shared list, if a reader has taken it.
+-- Returns {node, taken, left, dropped} of each list that had any; and the stream's entries after
+-- `after`.
 local reports, num_max, node_num_max = KEYS[3], tonumber(ARGV[3]), tonumber(ARGV[4])
 local node_bytes_max, report_bytes_max = tonumber(ARGV[5]), tonumber(ARGV[6])
 local list_num_max, list_bytes_max = tonumber(ARGV[7]), tonumber(ARGV[8])
@@ -259,19 +262,29 @@ local function put(node, entry)
   redis.call('XADD', reports, '*', 'r', entry, 'n', node, 'b', size)
   return size
 end
-redis.call('DEL', KEYS[1])
+local busy, seen = {}, {}
+local function look(node)
+  if seen[node] then return end
+  seen[node] = true
+  local key = node == '' and KEYS[2] or ARGV[1] .. node
+  if redis.call('LLEN', key) > 0 then table.insert(busy, {node, key, 0, 0, false}) end
+end
+local function look_if_sender(node)
+  if node == '' or redis.call('SISMEMBER', KEYS[4], node) == 1 then look(node) end
+end
 if ARGV[10] ~= '' then put('', ARGV[10]) end
 local found = redis.call('XRANGE', reports, '(' .. ARGV[2], '+', 'COUNT', num_max)
 local room = num_max - #found
-local nodes = redis.call('SMEMBERS', KEYS[4])
-table.insert(nodes, '')
-local turn, busy, at = tonumber(ARGV[9]) % #nodes, {}, 0
-while at < #nodes and #busy < room do
-  local node = nodes[(turn + at) % #nodes + 1]
-  local key = node == '' and KEYS[2] or ARGV[1] .. node
-  if redis.call('LLEN', key) > 0 then table.insert(busy, {node, key, 0, 0, false}) end
-  at = at + 1
+for i = 11, #ARGV do look_if_sender(ARGV[i]) end
+local rings = redis.call('LLEN', KEYS[1])
+local are_many = rings > 2 * redis.call('SCARD', KEYS[4]) + 64
+if ARGV[9] == '1' or are_many or bytes_of(KEYS[1], 0) > 1048576 then
+  for _, node in ipairs(redis.call('SMEMBERS', KEYS[4])) do look(node) end
+else
+  for _, node in ipairs(redis.call('LRANGE', KEYS[1], 0, -1)) do look_if_sender(node) end
 end
+look('')
+redis.call('DEL', KEYS[1])
 local moved = room > 0
 while moved and room > 0 do
   moved = false
@@ -289,7 +302,7 @@ while moved and room > 0 do
 end
 local lists = {}
 for _, list in ipairs(busy) do
-  local num = redis.call('LLEN', list[2])
+  local num = list[5] and 0 or redis.call('LLEN', list[2])
   local kept = math.min(num, list_num_max)
   if kept < num then redis.call('LTRIM', list[2], 0, kept - 1) end
   while kept > 0 and bytes_of(list[2], 5) > list_bytes_max do
@@ -298,8 +311,10 @@ for _, list in ipairs(busy) do
   end
   table.insert(lists, {list[1], list[3], kept, num - kept})
 end
-found = redis.call('XRANGE', reports, '(' .. ARGV[2], '+', 'COUNT', num_max)
-return {(turn + math.max(at, 1)) % #nodes, at == #nodes and 1 or 0, lists, found}
+if #busy > 0 then
+  found = redis.call('XRANGE', reports, '(' .. ARGV[2], '+', 'COUNT', num_max)
+end
+return {lists, found}
 """
 )
 
@@ -351,13 +366,18 @@ of reports that are not acknowledged, some 50,000, and sends again what does not
 WAITED_NUM_MAX = 4096
 """After so many entries of a node whose list was never empty meanwhile, no deadline waits for the
 rest. An agent sends at most 1,024 reports that are not acknowledged, now and then again."""
+NAME_BYTES_MAX = 256
+"""Of what a node rings with, which may be anything, so much is read."""
+LOOK_AT_ALL_S = 1.0
+"""Longest time between two looks at the lists of all nodes. Between them only those are looked at
+that have rung, or had something left: a look at 1,024 lists takes the server 1 ms (measured)."""
 BEATS_NUM_KEPT = 4
 """Heartbeats that a node's stream keeps, for two agents of one node at the same time."""
 NODE_KEY_BYTES_MAX = 1 << 18
 """What a node's heartbeats, or the parts of a file that wait, take on the server at most. A part
 has 64 kB."""
 LOOKS_NUM = 16
-"""Looks at the heartbeats of a node for one look at its parts of files, on average."""
+"""Looks at the heartbeats of a node for one look at its parts of files."""
 BEATS_NUM_MAX = 256
 """Nodes whose heartbeats are read by one script: about 1 ms of the server (measured)."""
 USERS_NUM_MAX = 64
@@ -418,20 +438,29 @@ class _Heard:
     def __init__(self) -> None:
         self.beat_ids: dict[str, bytes] = {}
         """By node: the newest heartbeat that `beats` has returned."""
-        self.turn = 0
-        """The list from which the next `take` begins."""
+        self.beat_looks = 0
+        """How often `beats` has looked."""
         self.taken: dict[str, int] = {}
-        """By node whose list was not empty at the last look: entries taken since it was."""
+        """By node whose list was not empty at the last look: entries taken since it was. In the
+        order of the next `take`."""
+        self.looked_s = -math.inf
+        """When a `take` has last looked at all lists."""
+        self.last = ""
+        """The last entry of the intake's stream at the last `take`; "": it is not known."""
 
-    def note(self, looks: Sequence[_Look], *, saw_all: bool) -> bool:
+    def note(self, looks: Sequence[_Look]) -> bool:
         """Note a `take`. Whether no list has anything for which a deadline waits."""
-        if saw_all:
-            self.taken = {look.node: self.taken.get(look.node, 0) for look in looks}
-        for look in looks:
-            self.taken[look.node] = self.taken.get(look.node, 0) + look.num_taken
-            if not look.num_left:
-                del self.taken[look.node]
-        return saw_all and min(self.taken.values(), default=math.inf) >= WAITED_NUM_MAX
+        self.taken = {
+            look.node: self.taken.get(look.node, 0) + look.num_taken
+            for look in sorted(looks, key=lambda look: look.num_taken)  # who got least comes first
+            if look.num_left
+        }
+        return min(self.taken.values(), default=math.inf) >= WAITED_NUM_MAX
+
+    def must_ring(self, after: str) -> bool:
+        """Whether a node has to ring before there is anything behind `after`."""
+        is_fresh = time.monotonic() - self.looked_s < LOOK_AT_ALL_S
+        return is_fresh and not self.taken and after == self.last
 
 
 class _Lost(Exception):
@@ -725,7 +754,7 @@ class RedisLog:
         leaders. For `lease_s` no other nonce can take it, unless it is released. Raises Leased
         while another one has it, and notes `url` as that of a follower; UsageError if the leader
         has another secret. After a lost reply one epoch is unused."""
-        self._heard.taken.clear()
+        self._heard.taken, self._heard.looked_s = {}, -math.inf
         epoch, *leader = await self._run(
             START_EPOCH,
             self._keys("log", "epoch", "lease", "followers"),
@@ -829,30 +858,52 @@ class RedisLog:
 
     async def take(self, *, after: str, num_max: int, wait_s: float) -> Batch:
         """Entries of the intake after `after`, from the lists of the nodes in turn; if there are
-        none, wait at most `wait_s`."""
-        batch = await self._take(after, max(1, num_max), b"")
-        if not batch.entries and wait_s > 0:
-            # 0: without limit. An entry of the shared list that is lost here is sent again.
-            limit = f"{max(0.001, wait_s):.3f}"
-            woken = await self._block(
-                "bell", ("BLPOP", *self._keys("bell", "inbox"), limit), wait_s
-            )
-            is_report = woken and woken[0].decode() == self._keys("inbox")[0]
-            batch = await self._take(after, max(1, num_max), woken[1] if is_report else b"")
-        return batch
+        none, wait at most `wait_s`. Without a wait it looks at all lists, else at least once in
+        LOOK_AT_ALL_S: whose ring is lost is heard then."""
+        num_max = max(1, num_max)
+        if wait_s <= 0:
+            return await self._take(after, num_max, looks_at_all=True)
+        if not self._heard.must_ring(after):
+            batch = await self._take(after, num_max)
+            if batch.entries:
+                return batch
+        # 0: without limit. An entry of the shared list that is lost here is sent again.
+        limit = f"{max(0.001, wait_s):.3f}"
+        woken = await self._block("bell", ("BLPOP", *self._keys("bell", "inbox"), limit), wait_s)
+        if not woken:
+            return await self._take(after, num_max)
+        if woken[0].decode() == self._keys("inbox")[0]:
+            return await self._take(after, num_max, woken_by=woken[1])
+        return await self._take(after, num_max, rung_by=woken[1][:NAME_BYTES_MAX])
 
-    async def _take(self, after: str, num_max: int, woken_by: bytes) -> Batch:
-        keys = self._keys("bell", "inbox", "reports", "senders")
+    async def _take(
+        self,
+        after: str,
+        num_max: int,
+        *,
+        woken_by: bytes = b"",
+        rung_by: bytes = b"",
+        looks_at_all: bool = False,
+    ) -> Batch:
+        """`woken_by`: an entry that is taken from the shared list already. `rung_by`: the node of a
+        ring that is taken already."""
+        heard, now_s = self._heard, time.monotonic()
+        looked_s, heard.looked_s = heard.looked_s, -math.inf  # until the reply says what is left
+        looks_at_all |= now_s - looked_s >= LOOK_AT_ALL_S
         (prefix,) = self._keys("inbox:")
         bounds = (NODE_NUM_MAX, NODE_BYTES_MAX, REPORT_BYTES_MAX, LIST_NUM_MAX, LIST_BYTES_MAX)
-        heard = self._heard
-        heard.turn, saw_all, lists, entries = await self._run(
-            TAKE, keys, (prefix, after, num_max, *bounds, heard.turn, woken_by)
+        lists, entries = await self._run(
+            TAKE,
+            self._keys("bell", "inbox", "reports", "senders"),
+            (prefix, after, num_max, *bounds, int(looks_at_all), woken_by, *heard.taken, rung_by),
         )
+        heard.looked_s = now_s if looks_at_all else looked_s
+        is_end = len(entries) < num_max
+        heard.last = (entries[-1][0].decode() if entries else after) if is_end else ""
         looks = [_Look(name.decode(), *numbers) for name, *numbers in lists]
         return Batch(
             entries=tuple(_sent(entry, fields) for entry, fields in entries),
-            is_whole=heard.note(looks, saw_all=bool(saw_all)),
+            is_whole=heard.note(looks),
             trimmed={look.node: look.num_dropped for look in looks if look.num_dropped},
         )
 
@@ -863,13 +914,14 @@ class RedisLog:
     async def beats(self, nodes: Sequence[str]) -> list[Heartbeat]:
         """The newest heartbeat of each of these nodes that has sent one since the last call."""
         found: list[Heartbeat] = []
+        turn = self._heard.beat_looks = (self._heard.beat_looks + 1) % LOOKS_NUM
         for start in range(0, len(nodes), BEATS_NUM_MAX):
             some = nodes[start : start + BEATS_NUM_MAX]
             (seconds, micros), values = await self._run(
                 BEATS,
                 self._keys(
                     *(f"beat:{node}" for node in some),
-                    *(f"read:{node}" for node in some if secrets.randbelow(LOOKS_NUM) == 0),
+                    *(f"read:{node}" for node in some[turn::LOOKS_NUM]),
                 ),
                 (BEATS_NUM_KEPT, NODE_KEY_BYTES_MAX, len(some)),
             )
@@ -1217,9 +1269,9 @@ class RedisLog:
         await self._ask([("SADD", *self._keys("senders"), node), *self._push(node, entry)])
 
     def _push(self, node: str, *entries: bytes) -> list[Command]:
-        """Append entries to the list of a node, and wake the leader."""
+        """Append entries to the list of a node, and tell the leader whose list has something."""
         inbox, bell = self._keys(f"inbox:{node}" if self._has_lists else "inbox", "bell")
-        return [("RPUSH", inbox, *entries), *[("RPUSH", bell, "")] * self._has_lists]
+        return [("RPUSH", inbox, *entries), *[("RPUSH", bell, node)] * self._has_lists]
 
     async def acked(self, source: str) -> int:
         """The highest source_seq of this source that is in the log, 0 for none."""
@@ -1361,10 +1413,11 @@ class RedisLog:
         *,
         repeatable: bool = True,
     ) -> Any:
-        digest = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
         rest = (len(keys), *keys, *args)
         try:
-            return (await self._ask([("EVALSHA", digest, *rest)], repeatable=repeatable))[0]
+            return (await self._ask([("EVALSHA", _digest(script), *rest)], repeatable=repeatable))[
+                0
+            ]
         except exceptions.NoScriptError:
             return (await self._ask([("EVAL", script, *rest)], repeatable=repeatable))[0]
 
@@ -1411,6 +1464,11 @@ def _error_of(refusal: exceptions.ResponseError) -> Exception:
     if isinstance(refusal, TRANSIENT) or str(refusal).startswith(TRANSIENT_CODES):
         return Unavailable(f"the server refuses: {refusal}")
     return LogError(f"the server refuses: {refusal}")
+
+
+@cache
+def _digest(script: str) -> str:
+    return hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
 
 
 def _check_result(reply: Any, epoch: int, expect: int) -> None:

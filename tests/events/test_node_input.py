@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
 
 import pytest
 import redis
 from unicron.events.log.embedded_server import Server
 from unicron.events.log.port import REPORT_BYTES_MAX, Rejected
-from unicron.events.log.redis_streams import LIST_NUM_MAX, LOOKS_NUM, NODE_KEY_BYTES_MAX, RedisLog
+from unicron.events.log.redis_streams import (
+    LIST_NUM_MAX,
+    LOOK_AT_ALL_S,
+    LOOKS_NUM,
+    NODE_KEY_BYTES_MAX,
+    RedisLog,
+)
 
+INBOX, BELL = "{unicron:c}:inbox:", "{unicron:c}:bell"
 BEAT, READ, OTHER = "{unicron:c}:beat:n1", "{unicron:c}:read:n1", "{unicron:c}:beat:n2"
 NODES = ["n1", "n2"]
 Redis: Any = redis.Redis
@@ -100,5 +108,84 @@ async def test_a_server_that_does_not_tell_sizes_is_read(own_server: Server) -> 
             assert len(taken.entries) == 9
             assert taken.trimmed == {"n1": 31}
             assert [beat.incarnation for beat in await log.beats(NODES)] == [7]
+    finally:
+        await log.close()
+
+
+async def test_a_list_whose_node_has_not_rung_is_read(own_server: Server) -> None:
+    """After LOOK_AT_ALL_S; at once without a wait, for a deadline may pass then."""
+    log = RedisLog(own_server.url, "c", lambda node: b"key")
+    try:
+        await log.admit({"n1": 1, "n2": 1})
+        with Redis.from_url(own_server.url) as node:
+            (await log.take(after="0-0", num_max=9, wait_s=0.0))
+            node.rpush(INBOX + "n1", b"first")
+            (first,) = (await log.take(after="0-0", num_max=9, wait_s=0.0)).entries
+            began_s = time.monotonic()
+            node.rpush(INBOX + "n1", b"second")
+            while not (taken := await log.take(after=first.cursor, num_max=9, wait_s=0.1)).entries:
+                assert time.monotonic() - began_s < LOOK_AT_ALL_S + 5.0
+            assert [one.data for one in taken.entries] == [b"second"]
+            assert time.monotonic() - began_s > LOOK_AT_ALL_S / 2, "it looks at all lists each time"
+            node.rpush(INBOX + "n2", b"third")
+            node.rpush(BELL, "n2")
+            (third,) = (
+                await log.take(after=taken.entries[0].cursor, num_max=9, wait_s=60.0)
+            ).entries
+            assert (third.node, third.data) == ("n2", b"third")
+    finally:
+        await log.close()
+
+
+@pytest.mark.parametrize(
+    "rings",
+    [
+        [b"n9", b"", b"\xff\n", b"n1" * 200],
+        [b"n1"] * 100_000,
+        [bytes(2 << 20)] * 4,
+    ],
+    ids=["names of nobody", "many", "large"],
+)
+async def test_whatever_rings_hides_no_list(own_server: Server, rings: list[bytes]) -> None:
+    log = RedisLog(own_server.url, "c", lambda node: b"key")
+    try:
+        await log.admit({"n1": 1, "n2": 1})
+        after = "0-0"
+        with Redis.from_url(own_server.url) as node:
+            node.rpush(INBOX + "n9", b"of nobody")
+            for number in range(20):
+                node.rpush(BELL, *rings)
+                node.rpush(INBOX + "n2", b"%d" % number)
+                node.rpush(BELL, "n2")
+                data = list[bytes]()
+                while not data:
+                    entries = (await log.take(after=after, num_max=9, wait_s=60.0)).entries
+                    data = [one.data for one in entries]
+                assert data == [b"%d" % number]
+                after = entries[-1].cursor
+                assert node.llen(BELL) <= len(rings) + 1
+            await log.take(after=after, num_max=9, wait_s=0.0)
+            assert not node.exists(BELL)
+    finally:
+        await log.close()
+
+
+async def test_no_list_waits_behind_others_that_are_never_empty(own_server: Server) -> None:
+    """One entry of each, also if a turn takes fewer than there are lists."""
+    log, num = RedisLog(own_server.url, "c", lambda node: b"key"), 12
+    try:
+        await log.admit({f"n{number}": 1 for number in range(num)})
+        with Redis.from_url(own_server.url) as node:
+            for number in range(num):
+                node.rpush(f"{INBOX}n{number}", *([b"x"] * 40))
+                node.rpush(BELL, f"n{number}")
+            after, taken = "0-0", list[str]()
+            for _ in range(num):
+                entries = (await log.take(after=after, num_max=5, wait_s=1.0)).entries
+                taken += [one.node for one in entries]
+                after = entries[-1].cursor
+        counts = [taken.count(f"n{number}") for number in range(num)]
+        assert sum(counts) == 60
+        assert max(counts) - min(counts) <= 1
     finally:
         await log.close()
