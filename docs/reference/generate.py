@@ -1,7 +1,8 @@
 """Writes what the pages say in the words of the source: run by `make docs`.
 
-records.md comes from the docstrings of the records, support.md from the support table, the code
-map of ARCHITECTURE.md from the first line of each file.
+records.md comes from the docstrings of the records, support.md from the support table,
+training-step.md and the diagram of the step's README.md from its table of transitions, the code map
+of ARCHITECTURE.md from the first line of each file.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from unicron.events.spec import policy, support
 from unicron.events.spec.policy import BOUNDS
+from unicron.workers.training.step import progress
 
 HEAD = """# Records
 
@@ -164,6 +166,59 @@ def with_map(text: str, root: Path) -> str:
     return before + MAP_BEGIN + render_map(root) + MAP_END + after
 
 
+STEP_HEAD = """# The training step, as a table
+
+How far a rank is in the current iteration, and what may happen then: `TABLE` of
+[progress.py](../../workers/training/step/progress.py). Written by `make docs` from it. What has no
+row is a bug: it raises, and changes nothing. [The README](../../workers/training/step/README.md) of
+that folder has the diagram and the rules.
+
+"""
+STEP_README = "workers/training/step/README.md"
+DIAGRAM_BEGIN = "<!-- The diagram is written by `make docs` from TABLE of progress.py. -->\n"
+DIAGRAM_END = "<!-- End of the diagram. -->\n"
+
+
+def render_step() -> str:
+    """The table of transitions, a row each."""
+    lines = ["| phase | what happened | if | next phase | what is done |", "|---|---|---|---|---|"]
+    for row in progress.TABLE:
+        condition = "" if row.on is progress.always else _in_words(row.on.__name__)
+        done = _in_words(row.then.__name__) + (", zero the gradients" if row.clears else "")
+        happened = _in_words(row.happened.__name__)
+        lines.append(f"| {row.phase} | {happened} | {condition} | {row.to} | {done} |")
+    about = [
+        f"- **{_in_words(kind.__name__)}**: {' '.join((kind.__doc__ or '').split())}"
+        for kind in dict.fromkeys(row.happened for row in progress.TABLE)
+    ]
+    return STEP_HEAD + "\n".join(lines) + "\n\n## What happens\n\n" + "\n".join(about) + "\n"
+
+
+def with_diagram(text: str) -> str:
+    """The step's README with the part between the two marks replaced."""
+    before, _, rest = text.partition(DIAGRAM_BEGIN)
+    _, _, after = rest.partition(DIAGRAM_END)
+    arrows: dict[tuple[str, str], list[str]] = {}
+    for row in progress.TABLE:
+        names = arrows.setdefault((row.phase, row.to), [])
+        name = _in_words(row.happened.__name__)
+        if row.phase != row.to and name not in names:
+            names.append(name)
+    drawn = [
+        f"    {phase} --> {to}: {', '.join(names)}"
+        for (phase, to), names in arrows.items()
+        if names
+    ]
+    diagram = "\n".join(["```mermaid", "stateDiagram-v2", *drawn, "```", ""])
+    return before + DIAGRAM_BEGIN + diagram + DIAGRAM_END + after
+
+
+def _in_words(name: str) -> str:
+    """`the_sum_is_lost` and `SumDiscarded` in words."""
+    spaced = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in name)
+    return spaced.replace("_", " ").strip()
+
+
 def _caption(path: Path) -> str:
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return " ".join(text.partition("\n\n")[0].split())
@@ -173,6 +228,9 @@ if __name__ == "__main__":
     here = Path(__file__).resolve().parent
     (here / "records.md").write_text(render(here.parent.parent), encoding="utf-8")
     (here / "support.md").write_text(render_support(), encoding="utf-8")
+    (here / "training-step.md").write_text(render_step(), encoding="utf-8")
+    readme = here.parent.parent / STEP_README
+    readme.write_text(with_diagram(readme.read_text(encoding="utf-8")), encoding="utf-8")
     page = here.parent / "ARCHITECTURE.md"
     fresh = with_map(page.read_text(encoding="utf-8"), here.parent.parent)
     page.write_text(fresh, encoding="utf-8")

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from msgspec.structs import replace
+from reference import Unwatched
 from unicron.events.spec.job import Batch, DynamicLossScale, Model, Optimizer, Train
+from unicron.workers.training.communicators.operations import Operations
+from unicron.workers.training.model import megatron_step
 from unicron.workers.training.model import trainee as model
-from unicron.workers.training.step import optimizer_step
-from unicron.workers.training.step.exact_reduction import (
-    ExactBarrier,
-    ExactReduction,
-    norm_square_of,
-)
+from unicron.workers.training.model.megatron_exact import MegatronExactGradients
+from unicron.workers.training.model.step_barrier import ExactBarrier, norm_square_of
 
 MICRO_BATCHES = 5
 LOSS_SCALE = 2.0**8
@@ -45,16 +43,13 @@ class ExactMember:
         self.exact = self.trainee.exact
         assert self.exact is not None
         self.exponents = self.exact.exponents
-        self._reduction = ExactReduction(
-            self.trainee,
-            self.exact,
-            SimpleNamespace(groups=groups),  # type: ignore[arg-type]
-        )
+        self._operations = Operations(groups)
+        self._reduction = MegatronExactGradients(self.trainee, self.exact)
 
     def begin(self, redone: int = 0) -> None:
         assert self.exact is not None
         self.trainee.clear()
-        self.exact.begin(optimizer_step.scale_of(self.trainee.optimizer), redone)
+        self.exact.begin(megatron_step.scale_of(self.trainee.optimizer), redone)
 
     def add_up(self, micro_batches: Iterable[Gradients], redone: int = 0) -> ExactBarrier:
         """The sum of these, reduced; what the member adds to the step barrier."""
@@ -64,11 +59,7 @@ class ExactMember:
         return self.reduce()
 
     def reduce(self) -> ExactBarrier:
-        for group in self.trainee.bucket_groups:
-            for work in self._reduction.launch(group):
-                work.wait()
-            self._reduction.finish(group)
-        self._reduction.finish_replica(lambda: None)
+        self._reduction.reduce(self._operations, Unwatched())
         return self._reduction.barrier()
 
     def reduced(self) -> dict[str, list[float]]:
@@ -76,7 +67,7 @@ class ExactMember:
         return {name: param.main_grad.view(-1).tolist() for name, param in self.parameters.items()}
 
     def step(self, barrier: ExactBarrier, num_tokens: int) -> None:
-        norm = optimizer_step.step(
+        norm = megatron_step.step(
             self.trainee,
             num_tokens,
             lambda event: None,

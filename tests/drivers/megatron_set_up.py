@@ -100,7 +100,7 @@ def _stop_unicron(script: Path, file: Path) -> None:
     def step(job: Any) -> None:
         if not job.is_first:
             raise SystemExit
-        trainee = job._driver.iteration.trainee
+        trainee = job._driver.iteration.engine.trainee
         _write(file, trainee.ddps, trainee.optimizer, trainee.scheduler, loaders[0], sets)
 
     pretrain.Pretraining.loader = loader  # type: ignore[method-assign]

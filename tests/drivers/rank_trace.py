@@ -113,9 +113,10 @@ class Trace(trace.Trace):
                 is_held = True
             time.sleep(HOLD_S)
 
-    def watch(self, trainee: Any, note: trace.Note) -> None:
+    def watch(self, engine: Any, note: trace.Note) -> None:
         """Note also the middle of the passes, and of the step."""
-        if self._file < 0:
+        trainee = getattr(engine, "trainee", None)
+        if self._file < 0 or trainee is None:  # only Megatron's engine has one
             return
         from unicron.workers.training.model import optimizers  # not in a process of the tests
 

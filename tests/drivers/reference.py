@@ -167,6 +167,22 @@ def _built(train: Train) -> TrainingModel:
     return trainee
 
 
+class Unwatched:
+    """A Watch of a reduction that nothing ends."""
+
+    def bucket_begins(self, bucket: int) -> None:
+        return
+
+    def bucket_ends(self, bucket: int) -> None:
+        return
+
+    def tied_begins(self) -> None:
+        return
+
+    def check(self) -> None:
+        return
+
+
 def _step_exactly(
     trainee: TrainingModel, add_up: Callable[[], list[tuple[float, int]]]
 ) -> list[tuple[float, int]]:
@@ -174,24 +190,20 @@ def _step_exactly(
     from types import SimpleNamespace
 
     import torch.distributed as dist
-    from unicron.workers.training.step.exact_reduction import ExactReduction, norm_square_of
-    from unicron.workers.training.step.optimizer_step import scale_of, step
+    from unicron.workers.training.communicators.operations import Operations
+    from unicron.workers.training.model.megatron_exact import MegatronExactGradients
+    from unicron.workers.training.model.megatron_step import scale_of, step
+    from unicron.workers.training.model.step_barrier import norm_square_of
 
     assert trainee.exact is not None
-    world: Any = SimpleNamespace(
-        groups=SimpleNamespace(dp_cp=dist.group.WORLD, tp=dist.group.WORLD, embd=dist.group.WORLD)
-    )
-    reduction = ExactReduction(trainee, trainee.exact, world)
+    world: Any = SimpleNamespace(dp_cp=dist.group.WORLD, tp=dist.group.WORLD, embd=dist.group.WORLD)
+    reduction = MegatronExactGradients(trainee, trainee.exact)
     trainee.ddps[0].config.finalize_model_grads_func = None
     redone = 0
     while True:
         trainee.exact.begin(scale_of(trainee.optimizer), redone)
         sums = add_up()
-        for group in trainee.bucket_groups:
-            for work in reduction.launch(group):
-                work.wait()
-            reduction.finish(group)
-        reduction.finish_replica(lambda: None)
+        reduction.reduce(Operations(world), Unwatched())
         found = reduction.barrier()
         if not found.num_overflows:
             break

@@ -26,12 +26,17 @@ with cpu_device.uncompiled():
     from unicron.workers.training import state_recovery
     from unicron.workers.training.communicators import process_groups
     from unicron.workers.training.communicators.communicators import Communicators
+    from unicron.workers.training.communicators.operations import Operations
     from unicron.workers.training.dependencies import private_megatron
-    from unicron.workers.training.model import text_data, training_state
+    from unicron.workers.training.model import (
+        megatron_passes,
+        megatron_step,
+        text_data,
+        training_state,
+    )
     from unicron.workers.training.model import trainee as model
     from unicron.workers.training.recovery import settlement, state_shards
     from unicron.workers.training.recovery.regions import cut
-    from unicron.workers.training.step import forward_backward, optimizer_step
 
 rank.ignore_warnings()
 LIMIT_S = 60.0
@@ -40,7 +45,7 @@ SKIPPED = -1.0
 
 
 class Done(NamedTuple):
-    """What forward_backward.run has run, and the sums over it."""
+    """What megatron_passes.run has run, and the sums over it."""
 
     num_done: int
     loss_sum: float
@@ -137,9 +142,9 @@ def trained(
     noted: list[tuple[str, int]] = []
     for iteration in range(num_iterations):
         trainee.clear()
-        done = forward_backward.run(
+        done = megatron_passes.run(
             trainee,
-            found,
+            Operations(found),
             iteration,
             settlement.assign_micro_batches(train.num_micro_batches, axes.dp, trainee.at.dp),
             lambda item, iteration=iteration: words.sample(
@@ -156,13 +161,13 @@ def trained(
         dist.all_reduce(told)
         finalize_model_grads(trainee.ddps, None, pg_collection=found)
         gate = torch.tensor(
-            [optimizer_step.norm_square(trainee), optimizer_step.has_inf(trainee)],
+            [megatron_step.norm_square(trainee), megatron_step.has_inf(trainee)],
             dtype=torch.float64,
         )
         dist.all_reduce(gate)
         divisor = trainee.divisor(told[1].item())
         scale = trainee.optimizer.get_loss_scale().item()
-        stepped = optimizer_step.step(
+        stepped = megatron_step.step(
             trainee,
             told[1].item(),
             lambda event: None,
@@ -170,7 +175,7 @@ def trained(
             found_inf=gate[1].item() > 0,
         )
         if not trainee.is_gathered:
-            optimizer_step.gather(trainee)
+            megatron_step.gather(trainee)
         losses.append(told[0].item() / divisor)
         norms.append(
             math.sqrt(gate[0].item()) / divisor / scale if stepped is not None else SKIPPED
@@ -210,9 +215,9 @@ def stopped(place: int, train: Train, axes: Axes, num_items: int, num_groups: in
         return num_asked > num_groups
 
     def run(items: list[int], must_stop: Callable[[], bool] | None) -> Done:
-        done = forward_backward.run(
+        done = megatron_passes.run(
             trainee,
-            found,
+            Operations(found),
             0,
             items,
             lambda item: words.sample(

@@ -210,7 +210,7 @@ def _wait_in_vain(ours: Any, place: int, device: Any, left: Path, found: dict[st
     import torch
     import torch.distributed as dist
     from unicron.workers.training.communicators.communicators import ABORTED
-    from unicron.workers.training.step.gradient_reduction import is_cuda_error
+    from unicron.workers.training.process.exit_report import is_cuda_error
 
     if place:
         last_s = time.monotonic() + WAITS_S + INTERRUPTED_S_MAX

@@ -67,6 +67,20 @@ def the_support_table_is_documented(root: Path) -> list[str]:
     return [] if fresh else ["docs/reference/support.md is stale: make docs"]
 
 
+def the_training_step_is_drawn(root: Path) -> list[str]:
+    """docs/reference/training-step.md and the README of the step show the table of progress.py."""
+    page, generate = root / "docs/reference/training-step.md", script("generate")
+    readme = root / generate.STEP_README
+    text = readme.read_text(encoding="utf-8") if readme.exists() else ""
+    fresh = (
+        text != ""
+        and page.exists()
+        and page.read_text(encoding="utf-8") == generate.render_step()
+        and generate.with_diagram(text) == text
+    )
+    return [] if fresh else [f"{page.name} or {generate.STEP_README} is stale: make docs"]
+
+
 def the_picture_shows_the_output(root: Path) -> list[str]:
     """docs/demo.svg shows the output in docs/guides/demo.md."""
     page, output = root / "docs/demo.svg", root / "docs/guides/demo.md"
@@ -139,6 +153,7 @@ RULES: dict[Rule, dict[str, str]] = {
         "events/records/orders.py": REPORTS,
     },
     the_support_table_is_documented: {"docs/reference/support.md": "# What heals\n"},
+    the_training_step_is_drawn: {"docs/reference/training-step.md": "# The training step\n"},
     the_picture_shows_the_output: {"docs/guides/demo.md": "# R\n"},
     every_file_is_on_the_map: {"docs/ARCHITECTURE.md": "# A\n", "events/a.py": "\n"},
     every_spec_key_is_documented: {"events/spec/job.py": "class JobSpec:\n    name: str\n"},

@@ -28,17 +28,19 @@ from .checkpoint.saver import Format, OwnFormat, Save, Saver, can_save
 from .communicators.communicators import ABORTED, Communicators
 from .model import cpu_device, determinism, training_state
 from .model import trainee as model
+from .model.megatron_engine import MegatronEngine
 from .model.workload import Workload
 from .process.control_thread import Control, Interrupted
-from .process.exit_report import bounded
+from .process.exit_report import bounded, is_cuda_error
 from .process.flight_recorder import Recorder
 from .process.history import History
 from .process.trace import Event, trace_of
 from .recovery.settlement import MemberAssignment, settle
 from .recovery.state_sources import NO_STATE, Claim, other_versions
 from .state_recovery import StateRecovery, with_shards
-from .step.gradient_reduction import Outcome, Stats, is_cuda_error
 from .step.iteration import Iteration
+from .step.results import Failed, Outcome, Stepped
+from .step.stats import Stats
 
 PROGRESS_S = 1.0
 """Minimum time between two progress reports of the member at position 0."""
@@ -115,14 +117,14 @@ class Member:
             roots += trainee.roots
         self.history = History()
         self.iteration = Iteration(
-            *(trainee, control, self.communicators, words, self.trace, pulse, self.history),
-            keep_last=self._keep_last,
+            MegatronEngine(trainee),
+            *(control, self.communicators, words, self.trace, pulse, self.history, self),
         )
         self.recovery = StateRecovery(
             start,
             work,
             self.communicators,
-            self.iteration,
+            self.iteration.part,
             control.store_keys,
             begins=begins,
             sparing=self.exclude_new_sockets,
@@ -135,16 +137,10 @@ class Member:
             tell=control.tell_unless_behind,
             note=self.trace.note,
         )
-        self.iteration.copy_status = lambda: self.copier.status(self._current_stores())
         self.savers = [
             self._own_saver(),
             *(self._saver(form, "export") for form in work.exports),
         ]
-        self.iteration.before_change = self._detach_snapshots
-        self.iteration.is_read_after = self._is_read_after
-        self.iteration.is_saving = lambda: any(
-            saver.is_saving(self.generation) for saver in self.savers
-        )
         self.digest = words.digest
         self.settled = 0
         """The step version from which the current generation trains."""
@@ -187,7 +183,7 @@ class Member:
 
     @property
     def trainee(self) -> model.TrainingModel:
-        return self.iteration.trainee
+        return self.iteration.engine.trainee
 
     @property
     def is_standby(self) -> bool:
@@ -290,14 +286,14 @@ class Member:
         settlement = settle(claims, self.train.num_micro_batches, self.axes)
         share = settlement.shares[place]
         with self.communicators.borrow_groups():
-            self.iteration.finish_step(settlement, share)
+            self.iteration.part.finish_step(settlement, share)
         recovered = self.recovery.recover(order, place, claims, settlement)
         step_version = self.settled = recovered.step_version
         if step_version >= self.train.iterations:
             share = MemberAssignment(kept=(), todo=(), dealt=())
         if not self.communicators.woken:
             resume = partial(
-                self.iteration.take,
+                self.iteration.part.take,
                 step_version,
                 share,
                 order.generation,
@@ -356,14 +352,18 @@ class Member:
             self.resume_iteration()
             self.resume_iteration = None
         self.reported_to, self.reported_s = order.progress_from, 0.0
-        outcome: Outcome = "stepped"
+        outcome: Outcome = Stepped()
         at = self.settled
         if self.is_standby:
             self.recovery.become_standby()
         yield None
-        while outcome == "stepped" and at < self.train.iterations:
-            outcome = self.iteration.run_as_standby(at) if self.is_standby else self.iteration.run()
-            if outcome in ("stepped", "boundary"):
+        while outcome.goes_on and at < self.train.iterations:
+            outcome = (
+                self.iteration.beside.run_as_standby(at)
+                if self.is_standby
+                else self.iteration.run()
+            )
+            if isinstance(outcome, Stepped):
                 at += 1
                 if (
                     clock() - self.reported_s >= PROGRESS_S
@@ -371,30 +371,32 @@ class Member:
                     and at < self.train.iterations
                 ):
                     self._report_progress()
-                self._take_due_checkpoints(at)
+                self._take_due_checkpoints(at, outcome)
                 self._exit_if_too_many_abandoned(outcome)
                 yield at - 1
                 if not self.joined:  # `run_collectively` has left the generation
                     return False
         self.pulse.mark("boundary", OUTSIDE_CODE)
-        if outcome == "stepped":
-            outcome = self.iteration.check_end(is_standby=self.is_standby) or outcome
+        if outcome.goes_on:
+            outcome = self.iteration.beside.check_end(is_standby=self.is_standby) or outcome
         self._report_progress()
-        if outcome == "stepped":
-            outcome = save_at_end(self.savers, self._save_final, self.iteration, self._hold_state)
-            if outcome == "stepped":
+        if outcome.goes_on:
+            outcome = save_at_end(
+                self.savers, self._save_final, self.iteration.beside, self._hold_state
+            )
+            if outcome.goes_on:
                 self._finish()
                 return True
-        if outcome == "failed":
-            self._report_failed()
+        if isinstance(outcome, Failed):
+            self._report_failed(outcome)
         self._leave()
         return False
 
-    def _take_due_checkpoints(self, at: int) -> None:
+    def _take_due_checkpoints(self, at: int, stepped: Stepped) -> None:
         """Take the checkpoints that are due after iteration `at - 1`: none of a state that is NaN
         or infinite, so the last one stays that is not."""
         for saver in self.savers:
-            saver.hear(self.iteration.num_others_saving)
+            saver.hear(stepped.num_others_saving)
         if self.history.spoilt_by and not self.is_standby:
             if self.history.is_finite(at - 2):
                 log.warning(
@@ -404,16 +406,16 @@ class Member:
                 )
             return
         memory_due = self._is_due(at, self.train.copy_every)
-        if memory_due and self.iteration.may_copy and not self.is_standby:
-            self._copy(is_whole=self.iteration.is_copied)
+        if memory_due and stepped.may_copy and not self.is_standby:
+            self._copy(is_whole=stepped.is_copied)
         due = [saver for saver in self.savers if self._is_due(at, saver.every)]
-        if due and self.iteration.num_saving and self.communicators.place == 0:
+        if due and stepped.num_saving and self.communicators.place == 0:
             log.warning(
                 "checkpoint skipped: the last one is still being written",
                 iteration=at,
-                num_members=self.iteration.num_saving,
+                num_members=stepped.num_saving,
             )
-        elif due and not self.iteration.num_saving and not self.is_standby:
+        elif due and not stepped.num_saving and not self.is_standby:
             for saver in due:
                 saver.begin(self.trainee, self.history, self._checkpoint(self._all_positions()))
 
@@ -427,9 +429,10 @@ class Member:
             is_whole=is_whole,
         )
 
-    def _keep_last(self, stats: Stats) -> None:
-        """The step that follows makes the state NaN or infinite: store and save the present one, if
-        no member still does so with an earlier one, and unless that was due and has begun."""
+    # --- what an iteration asks (step/checkpoints.py) ---
+    def keep_last(self, stats: Stats) -> None:
+        """Store and save the present state, if no member still does so with an earlier one, and
+        unless that was due and has begun."""
         at, saver = self.step_version, self.savers[0]
         if (
             self.train.copy_every
@@ -442,25 +445,47 @@ class Member:
         if saver.has_begun(self.generation, at):
             self.history.saved_at = at
 
+    def copy_status(self) -> tuple[float, float]:
+        return self.copier.status(self._current_stores())
+
+    def before_change(self) -> None:
+        self.copier.detach()
+        for saver in self.savers:
+            saver.detach()
+
+    def is_read_after(self, at: int) -> bool:
+        return at >= self.train.iterations or any(
+            self._is_due(at, every)
+            for every in (
+                self.train.copy_every,
+                self.iteration.corruption.digest_every,
+                *(saver.every for saver in self.savers),
+            )
+        )
+
+    def is_saving(self) -> bool:
+        return any(saver.is_saving(self.generation) for saver in self.savers)
+
+    # --- reports, and saving ---
     def run_collectively(self, call: Callable[[], None]) -> bool:
         """Run a collective of all members between two steps. Returns False if it failed: `steps`
         then continues in another generation."""
-        failed = self.iteration.beside(call)
-        if failed is None:
+        ended = self.iteration.beside.run(call)
+        if ended is None:
             return True
-        if failed == "failed":
-            self._report_failed()
+        if isinstance(ended, Failed):
+            self._report_failed(ended)
         self._leave()
         return False
 
-    def _report_failed(self) -> None:
-        why, verdict = self.iteration.reduction.why, self.iteration.reduction.verdict
+    def _report_failed(self, failed: Failed) -> None:
+        verdict = failed.verdict
         self.control.tell(
             reports.CollectiveFailed(
                 **self._ids,
                 generation=self.generation,
                 iteration=self.step_version,
-                error=bounded(why, verdict.line, WHY_CHARS_MAX, end=False),
+                error=bounded(failed.why, verdict.line, WHY_CHARS_MAX, end=False),
                 status=verdict.status,
                 rule=verdict.rule,
                 peer=verdict.peer,
@@ -473,7 +498,7 @@ class Member:
         state, or if it is done."""
         num_members = self.communicators.num_members
         if (
-            outcome == "stepped"
+            outcome.goes_on
             and self.step_version < self.train.iterations
             and self.axes.dp > 1
             and self.train.parallel.optimizer != "sharded"
@@ -507,11 +532,6 @@ class Member:
             self.reported_to = max(self.reported_to, self.history.end)
         self.reported_s = clock()
 
-    def _detach_snapshots(self) -> None:
-        self.copier.detach()
-        for saver in self.savers:
-            saver.detach()
-
     def _current_stores(self) -> StoreOrder:
         order = self.control.keep
         if order is None or order.generation != self.generation:
@@ -521,16 +541,6 @@ class Member:
     def _is_due(self, at: int, every: int) -> bool:
         """Whether a checkpoint is due after `at` iterations. The end has a save of its own."""
         return every > 0 and at % every == 0 and at < self.train.iterations
-
-    def _is_read_after(self, at: int) -> bool:
-        return at >= self.train.iterations or any(
-            self._is_due(at, every)
-            for every in (
-                self.train.copy_every,
-                self.iteration.digest_every,
-                *(saver.every for saver in self.savers),
-            )
-        )
 
     def _all_positions(self) -> tuple[int, ...]:
         return tuple(range(num_positions(self.axes)))
@@ -614,7 +624,7 @@ class Member:
     def _finish(self) -> None:
         # The outcome of this second barrier does not matter. Without it, a member could exit while
         # another waits for the result of the first barrier. The other would then report a fault.
-        self.iteration.meet()
+        self.iteration.beside.meet()
         for saver in self.savers:
             saver.wait()
         self.control.tell(
@@ -622,7 +632,7 @@ class Member:
                 **self._ids,
                 generation=self.generation,
                 step_version=self.step_version,
-                forward_calls=self.iteration.forward_calls,
+                forward_calls=self.iteration.notes.forward_calls,
             )
         )
 
@@ -648,9 +658,9 @@ class Member:
                 **self._ids,
                 generation=self.generation,
                 step_version=self.step_version,
-                micro_batches=self.iteration.kept,
-                buckets_reduced=self.iteration.reduction.num_complete,
-                num_buckets=len(self.trainee.bucket_groups),
+                micro_batches=self.iteration.part.kept,
+                buckets_reduced=self.iteration.part.sum.num_complete,
+                num_buckets=self.iteration.engine.gradients.num_buckets,
             )
         )
 

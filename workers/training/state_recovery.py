@@ -28,6 +28,7 @@ from .checkpoint import checkpoint, memory_restore
 from .checkpoint.memory_restore import Fetched, Stores
 from .communicators.communicators import Communicators
 from .model import training_state
+from .model.megatron_engine import MegatronEngine
 from .model.trainee import TrainingModel
 from .model.workload import Beginning, BuildPart, Workload
 from .process.trace import Event
@@ -38,7 +39,7 @@ from .recovery.resharding import Missing
 from .recovery.settlement import Settlement, find_receivers
 from .recovery.state_exchange import exchange
 from .recovery.state_sources import NO_STATE, WHOLE, Claim, HeldState
-from .step.iteration import Iteration, held_by
+from .step.own_part import OwnPart, held_by
 
 VERSIONS = f"torch {torch.__version__}, megatron-core {megatron.core.__version__}"
 DAMAGED_CHARS_MAX = 1_000
@@ -77,14 +78,14 @@ def _beginning_of(start: StartRank, work: Workload) -> Beginning | None:
 
 
 class StateRecovery:
-    """Recovers the state of one member into the model of its `iteration`."""
+    """Recovers the state of one member into its `part` of the iteration."""
 
     def __init__(
         self,
         start: StartRank,
         work: Workload,
         communicators: Communicators,
-        iteration: Iteration,
+        part: OwnPart[MegatronEngine],
         store_keys: StoreKeys,
         *,
         begins: bool,
@@ -93,7 +94,7 @@ class StateRecovery:
     ) -> None:
         self._start, self._work, self._train = start, work, work.train
         self._beginning = _beginning_of(start, work)
-        self._communicators, self._iteration = communicators, iteration
+        self._communicators, self._part = communicators, part
         self._store_keys, self._sparing, self._note = store_keys, sparing, note
         self._staged: TrainingModel | None = None
         self._staged_numbers: training_state.Numbers | None = None
@@ -104,6 +105,11 @@ class StateRecovery:
         """Whether the model no longer has the initial state from the seed, or never had it."""
         self._begun: TrainingModel | None = None
         """The model that the workload has set to the state of the first iteration."""
+
+    @property
+    def _trainee(self) -> TrainingModel:
+        """The model that this member trains."""
+        return self._part.engine.trainee
 
     # --- recovery into this member ---
     def recover(
@@ -119,13 +125,13 @@ class StateRecovery:
         receivers = find_receivers(settlement, claims, axes, self._train.parallel.optimizer)
         source = self._held(settlement, place)
         if place in receivers and not settlement.shares[place].kept:
-            self._iteration.free_gradients()
-        mine = self._iteration.trainee
+            self._part.free_gradients()
+        mine = self._trainee
         trainee, is_new = self._model_for(
             axes,
             place,
             begins=step_version == 0,
-            is_worthless=self._iteration.step_version == NO_STATE and source is not mine,
+            is_worthless=self._part.state.step_version == NO_STATE and source is not mine,
         )
         if step_version == 0:
             self._begin(trainee, axes, place)
@@ -146,13 +152,13 @@ class StateRecovery:
             if not self._communicators.woken:
                 self._set_state(trainee, numbers, step_version)
         finally:
-            if trainee not in (self._iteration.trainee, self._staged):
+            if trainee not in (self._trainee, self._staged):
                 self._communicators.unbind(trainee.roots)
         return self._result(order, place, step_version, taken)
 
     def claim(self) -> Claim:
         """The state that this member trains, and its staged state."""
-        claim = replace(self._iteration.claim(), versions=_versions(self._iteration.trainee))
+        claim = replace(self._part.claim(), versions=_versions(self._trainee))
         if self._staged is None:
             return claim
         return replace(claim, staged=held_by(self._staged), staged_in=self._staged_in)
@@ -160,7 +166,7 @@ class StateRecovery:
     def become_standby(self) -> None:
         """Train nothing from now on. The state that this member provided becomes outdated."""
         self._is_overwritten = True
-        self._iteration.reset_to(NO_STATE)
+        self._part.reset_to(NO_STATE)
 
     def leave(self) -> None:
         """Remove the generation's process groups from the staged model."""
@@ -179,7 +185,7 @@ class StateRecovery:
         if place not in settlement.holders:
             return None
         staged = self._staged if settlement.shares[place].staged else None
-        return staged or self._iteration.trainee
+        return staged or self._trainee
 
     def _model_for(
         self, axes: Axes, place: int, *, begins: bool, is_worthless: bool
@@ -187,18 +193,18 @@ class StateRecovery:
         """The model to train, and whether it is new: the current one if it is for the same part and
         can be used, or of a standby member. If its content is worthless, it is released first, and
         a new one takes its place at once."""
-        iteration = self._iteration
-        mine = iteration.trainee
+        part = self._part
+        mine = self._trainee
         if place >= num_positions(axes):
             return mine, False
-        is_overwritten = self._is_overwritten or iteration.step_version > 0
+        is_overwritten = self._is_overwritten or part.state.step_version > 0
         optimizer = self._train.parallel.optimizer
-        part = HeldState(axes=axes, optimizer=optimizer, place=place)
+        wanted = HeldState(axes=axes, optimizer=optimizer, place=place)
         if (
             not (begins and is_overwritten)
-            and not iteration.is_stuck
+            and not part.is_stuck
             and not mine.is_released
-            and held_by(mine).shards == part.shards
+            and held_by(mine).shards == wanted.shards
         ):
             self._communicators.bind()
             mine.axes, mine.place = axes, place
@@ -212,8 +218,8 @@ class StateRecovery:
         )
         trainee.release_gradients()
         if is_worthless:
-            iteration.set_model(trainee)
-            iteration.reset_to(NO_STATE)
+            part.set_model(MegatronEngine(trainee))
+            part.reset_to(NO_STATE)
             self._is_overwritten = not begins
             gc.freeze()  # as member.py does after building
         return trainee, True
@@ -228,12 +234,14 @@ class StateRecovery:
         target: TrainingModel | None,
     ) -> tuple[training_state.Numbers | None, tuple[ReceivedState, ...]]:
         """Exchange shards. When this returns numbers, `target` has the received state."""
-        mine = self._iteration
+        mine = self._part
         # Write directly if the overwritten data is worthless or is the source itself.
-        in_place = target is not mine.trainee or target is source or mine.step_version == NO_STATE
-        self._is_overwritten = self._is_overwritten or (in_place and target is mine.trainee)
-        if target is mine.trainee:
-            mine.before_change()
+        in_place = (
+            target is not self._trainee or target is source or mine.state.step_version == NO_STATE
+        )
+        self._is_overwritten = self._is_overwritten or (in_place and target is self._trainee)
+        if target is self._trainee:
+            mine.checkpoints.before_change()
         numbers = None
         if source is not None:  # a staged model gets its numbers only when it is activated
             numbers = (
@@ -277,23 +285,23 @@ class StateRecovery:
 
     def _copy_state(self, trainee: TrainingModel, step_version: int) -> training_state.Numbers:
         """Copy this member's own state into `trainee` of the same part."""
-        iteration = self._iteration
-        live = with_shards(iteration.trainee).shards
+        part = self._part
+        live = with_shards(self._trainee).shards
         for shard, tensor in trainee.shards.items():
             tensor.copy_(live[shard])
-        return training_state.numbers(iteration.trainee, step_version, iteration.history)
+        return training_state.numbers(self._trainee, step_version, part.history)
 
     def _set_state(
         self, trainee: TrainingModel, numbers: training_state.Numbers | None, step_version: int
     ) -> None:
         """Make `trainee` this member's state, even if the rest of the join fails: the step version
         that the member reports must always be that of its tensors."""
-        iteration = self._iteration
+        part = self._part
         self.is_staged_next = False
-        if trainee is iteration.trainee:
+        if trainee is self._trainee:
             if numbers is not None:
-                iteration.reset_to(training_state.load(trainee, numbers, iteration.history))
-        elif iteration.step_version == step_version != 0:
+                part.reset_to(training_state.load(trainee, numbers, part.history))
+        elif part.state.step_version == step_version != 0:
             self._drop_staged()
             self._staged, self._staged_numbers, self.is_staged_next = trainee, numbers, True
             self._staged_in = self._communicators.generation
@@ -304,16 +312,16 @@ class StateRecovery:
     def _replace_model(
         self, trainee: TrainingModel, numbers: training_state.Numbers | None
     ) -> None:
-        iteration = self._iteration
-        history = iteration.history
+        part = self._part
+        history = part.history
         step_version = training_state.load(trainee, numbers, history) if numbers is not None else 0
         if trainee is self._staged:
             self._staged = None
-        if iteration.step_version == step_version:
-            iteration.replace_model(trainee)
+        if part.state.step_version == step_version:
+            part.replace_model(MegatronEngine(trainee))
         else:
-            iteration.set_model(trainee)
-            iteration.reset_to(step_version)
+            part.set_model(MegatronEngine(trainee))
+            part.reset_to(step_version)
         self._drop_staged()
         self._communicators.discard_handles()
         gc.freeze()  # as member.py does after building
@@ -339,14 +347,14 @@ class StateRecovery:
     # --- no member has a state ---
     def _recover_stored(self, order: Reconfigure, axes: Axes, place: int) -> Recovered:
         """Read a stored state, or begin from the seed. Raises RuntimeError, UsageError."""
-        iteration = self._iteration
-        if iteration.step_version != NO_STATE:
+        part = self._part
+        if part.state.step_version != NO_STATE:
             # Without the lost parts its state is of no use. It is overwritten in place, so from now
             # on this member reports that it has none.
-            self._is_overwritten = self._is_overwritten or iteration.step_version > 0
-            iteration.reset_to(NO_STATE)
-        iteration.before_change()
-        iteration.free_gradients()
+            self._is_overwritten = self._is_overwritten or part.state.step_version > 0
+            part.reset_to(NO_STATE)
+        part.checkpoints.before_change()
+        part.free_gradients()
         self._drop_staged()
         self.is_staged_next = False
         has_place = place < num_positions(axes)
@@ -363,7 +371,7 @@ class StateRecovery:
             self._begin(trainee, axes, place)
         elif has_place and not self._communicators.woken:
             trainee.is_gathered = True
-            iteration.reset_to(restored.step_version)
+            part.reset_to(restored.step_version)
         return restored
 
     def _newest_stored(self, *, is_needed: bool) -> int:
@@ -433,7 +441,7 @@ class StateRecovery:
                 assert self._beginning is not None
                 self._is_overwritten = True
                 with self._sparing():
-                    self._beginning.read(trainee, stored, self._iteration.history)
+                    self._beginning.read(trainee, stored, self._part.history)
             return b""
 
         self._together(read)
@@ -453,7 +461,7 @@ class StateRecovery:
             folder = checkpoint.folder_of(order.output or self._train.output, path)
             try:
                 with self._sparing():
-                    version = checkpoint.load(folder, trainee, self._iteration.history)
+                    version = checkpoint.load(folder, trainee, self._part.history)
             except checkpoint.DamagedCheckpoint as error:
                 return b"!" + str(error).encode()
             return str(version).encode()
@@ -504,7 +512,7 @@ class StateRecovery:
                     self._is_overwritten = True
                     fetched = stores.fetch(version, trainee.shards, held_by(trainee), place)
                     assert fetched.numbers is not None, "share 0 has the numbers"
-                    training_state.load(trainee, fetched.numbers, self._iteration.history)
+                    training_state.load(trainee, fetched.numbers, self._part.history)
             except (OSError, TransferError, ValueError) as error:
                 why = str(error) or type(error).__name__
                 log.warning(

@@ -102,6 +102,37 @@ PRIVATE_PARTS = (
 )
 
 
+# The only files that may name what Megatron's DDP is like inside: the engine of Megatron, what
+# builds its model, and what takes over a script that has built one.
+MEGATRONS_FILES = (
+    "workers/training/dependencies/private_megatron.py",
+    "workers/training/model/megatron_",
+    "workers/training/model/trainee.py",
+    "workers/training/model/optimizers.py",
+    "workers/training/adopt/",
+    "workers/training/megatron_lm/",
+)
+MEGATRONS_INSIDES = {
+    "bucket_groups",
+    "buckets",
+    "buffers",
+    "ddp_config",
+    "ddps",
+    "expert_parallel_bucket_groups",
+    "expert_parallel_buffers",
+    "finish_grad_sync",
+    "grad_added_to_main_grad",
+    "grad_data",
+    "main_grad",
+    "no_sync",
+    "param_index_map",
+    "start_grad_sync",
+    "start_param_sync",
+}
+# Where torch.distributed is not called: the step starts its operations by Operations.
+COUNTS_OPERATIONS = "workers/training/step/"
+
+
 # Names with an underscore that are public (of namedtuples, of os), and one of argparse, which has
 # no public list of a parser's arguments.
 NOT_PRIVATE = {"_replace", "_exit", "_actions"}
@@ -226,6 +257,37 @@ def private_parts_are_in_one_file_each(root: Path) -> list[str]:
     ]
 
 
+def megatrons_insides_are_in_its_own_files(root: Path) -> list[str]:
+    """Another engine has no such things (model/engine.py). `buffers()` is torch's."""
+    return [
+        f"{name}:{node.lineno} names {node.attr}"
+        for name, tree in library(root)
+        if name.startswith("workers/") and not name.startswith(MEGATRONS_FILES)
+        for calls in [{id(node.func) for node in nodes(tree) if isinstance(node, ast.Call)}]
+        for node in nodes(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr in MEGATRONS_INSIDES
+        and not (node.attr == "buffers" and id(node) in calls)
+    ]
+
+
+def the_step_starts_operations_in_one_place(root: Path) -> list[str]:
+    """All of them go through Operations, which counts them."""
+    return [
+        f"{name}:{line} imports {dotted}"
+        for name, tree in library(root)
+        if name.startswith(COUNTS_OPERATIONS)
+        for line, dotted in imports(name, tree)
+        if within(dotted, "torch.distributed")
+    ] + [
+        f"{name}:{node.lineno} uses {ast.unparse(node)}"
+        for name, tree in library(root)
+        if name.startswith(COUNTS_OPERATIONS)
+        for node in nodes(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed"
+    ]
+
+
 def _private_names(name: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
     """(line, name) of imports, attributes and strings with a private name that is not set here."""
     private = re.compile(r"_[a-zA-Z]\w*|distributed_c10d")
@@ -280,6 +342,15 @@ RULES: Rules = {
         {"workers/agent/a.py": "from torch import nn\n"},
         {"control_plane/service/coordinator.py": "import redis.asyncio\n"},
         {"cli/a.py": "from aiohttp import web\n"},
+    ],
+    megatrons_insides_are_in_its_own_files: [
+        {"workers/training/step/a.py": "def f(engine):\n    return engine.ddps\n"},
+        {"workers/training/a.py": "def f(ddp):\n    return [b.grad_data for b in ddp.buffers]\n"},
+    ],
+    the_step_starts_operations_in_one_place: [
+        {"workers/training/step/a.py": "import torch.distributed as dist\n"},
+        {"workers/training/step/a.py": "from torch.distributed import all_reduce\n"},
+        {"workers/training/step/a.py": "import torch\ntorch.distributed.barrier()\n"},
     ],
     private_parts_are_in_one_file_each: [
         {"workers/training/a.py": text}

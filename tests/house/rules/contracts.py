@@ -19,7 +19,7 @@ READS_FOREIGN_WORDS = (
     "workers/agent/health/kernel_log.py",
     "workers/agent/processes/torch_files.py",
     "workers/diagnosis/",
-    "workers/training/step/gradient_reduction.py is_cuda_error",
+    "workers/training/process/exit_report.py is_cuda_error",
 )
 SENTENCE = re.compile(r"\w\W* +\W*\w|^\w+:? $")
 """Words with a blank between them, or the beginning of a sentence."""

@@ -45,6 +45,7 @@ PURE = (
         f"workers/training/recovery/{name}.py"
         for name in ("resharding", "settlement", "state_sources")
     ),
+    "workers/training/step/progress.py",
 )
 
 

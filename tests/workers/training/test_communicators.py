@@ -22,7 +22,8 @@ from unicron.workers.training.model import cpu_device
 from unicron.workers.training.model import trainee as model
 from unicron.workers.training.process.control_thread import Control
 from unicron.workers.training.process.trace import Marks
-from unicron.workers.training.step.gradient_reduction import Reduction, Stats
+from unicron.workers.training.step.collective import Collectives
+from unicron.workers.training.step.results import Stopped
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 TRAIN = Train(
@@ -146,19 +147,16 @@ def test_an_aborted_group_means_quiesced_only_after_an_interrupt() -> None:
     trainee = model.build(TRAIN, torch.device("cpu"), ours.groups)
     agent, theirs = socket.socketpair()
     with agent, theirs:
-        reduction = Reduction(
-            trainee,
-            Control(theirs, 0, Unpacker()),
-            ours,
-            lambda event, bucket=-1: None,
-            Marks(ProgressWriter(), overlap=False),
+        collectives = Collectives(
+            Control(theirs, 0, Unpacker()), ours, Marks(ProgressWriter(), overlap=False)
         )
+        operations, values = ours.operations, torch.zeros(3)
         ours.backend = "nccl"
         dist.distributed_c10d._abort_process_group()  # type: ignore[attr-defined]
         with pytest.raises(ValueError, match="has not been initialized"):
-            reduction.meet(Stats())
+            collectives.run(lambda: operations.all_reduce(values))
         ours.interrupt()
-        assert reduction.meet(Stats()) == "quiesced"
+        assert isinstance(collectives.run(lambda: operations.all_reduce(values)), Stopped)
     ours.down(trainee.roots)
 
 

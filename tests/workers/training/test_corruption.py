@@ -10,7 +10,7 @@ import torch
 from rank_driver import Drive, Driver
 from unicron.events.records import reports as r
 from unicron.events.spec.model import Axes
-from unicron.workers.training.step.corruption import Checks
+from unicron.workers.training.step.checks import Checks
 
 CHECKED: dict[str, Any] = {
     "iterations": 7,
@@ -24,7 +24,7 @@ STRUCK = 4
 FLIPS = """
 import torch
 from unicron.workers.training.model import exact_sum
-from unicron.workers.training.step import iteration
+from unicron.workers.training.step import iteration, passes as running
 class Flip:
     left = {times}
 def flip(tensor):
@@ -35,23 +35,23 @@ def flip(tensor):
 def shard(trainee, text):
     return next(tensor for shard, tensor in trainee.shards.items() if text in shard.key)
 right_run, right_pass, right_add = (
-    iteration.Iteration._run, iteration.Iteration._pass, exact_sum.ExactSum.add)
+    iteration.Iteration._run, running.PassRunner.run, exact_sum.ExactSum.add)
 {body}
 """
 BEFORE_ITS_PASSES = """
 def passes(self, todo, **options):
-    if self.step_version == {at} and not options:
+    if self.part.state.step_version == {at} and not options:
         flip({what})
     return right_pass(self, todo, **options)
-iteration.Iteration._pass = passes
+running.PassRunner.run = passes
 """
 AFTER_ITS_PASSES = """
 def passes(self, todo, **options):
     found = right_pass(self, todo, **options)
-    if self.step_version == {at} and not options:
+    if self.part.state.step_version == {at} and not options:
         flip({what})
     return found
-iteration.Iteration._pass = passes
+running.PassRunner.run = passes
 """
 IN_ITS_PASSES = """
 def run(self):
@@ -64,10 +64,10 @@ def add(self, index, gradient):
 iteration.Iteration._run, exact_sum.ExactSum.add = run, add
 """
 PARAMETER, MOMENT = (
-    f"shard(self.trainee, {text!r})"
+    f"shard(self.part.engine.trainee, {text!r})"
     for text in ("model.decoder.layers.", "optimizer.exp_avg_sq.decoder.layers.")
 )
-SUM = "self.trainee.exact._views[3]"
+SUM = "self.part.engine.exact._views[3]"
 
 
 class Case(NamedTuple):

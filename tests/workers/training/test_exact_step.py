@@ -21,7 +21,7 @@ from plain_arithmetic import (
 )
 from unicron.events.spec.job import Optimizer
 from unicron.workers.training.model import training_state
-from unicron.workers.training.step.exact_reduction import norm_square_of
+from unicron.workers.training.model.step_barrier import norm_square_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron", "ignore:The .grad attribute")
 

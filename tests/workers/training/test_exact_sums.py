@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from plain_arithmetic import exponent_after, integer_sum, nearest_fp32, norm, unit_of
 from unicron.events.spec.job import Model
+from unicron.workers.training.model import megatron_step
 from unicron.workers.training.model import trainee as model
-from unicron.workers.training.step import optimizer_step
-from unicron.workers.training.step.exact_reduction import limbs_of, norm_square_of
+from unicron.workers.training.model.step_barrier import limbs_of, norm_square_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron", "ignore:The .grad attribute")
 
@@ -180,9 +180,9 @@ def test_the_norm_is_that_of_fractions(alone: Any, precision: str) -> None:
     barrier = member.add_up(drawn(member, 7, -24, 4))
     exact = norm(chain(*member.reduced().values()))
     assert math.sqrt(norm_square_of(barrier.limbs)) == pytest.approx(exact, rel=1e-15)
-    found = optimizer_step.norm_square(member.trainee).item()
+    found = megatron_step.norm_square(member.trainee).item()
     assert math.sqrt(found) == pytest.approx(exact, rel=1e-7), "fp32 norms of each parameter"
-    assert not optimizer_step.has_inf(member.trainee)
+    assert not megatron_step.has_inf(member.trainee)
 
 
 def test_members_parts_of_the_norm_add_up(alone: Any) -> None:

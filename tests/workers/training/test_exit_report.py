@@ -32,7 +32,7 @@ from unicron.workers.training.process.exit_report import (
     bounded,
     verdict_of,
 )
-from unicron.workers.training.step.corruption import CorruptionError
+from unicron.workers.training.step.checks import CorruptionError
 
 CUDA = " CUDA error: an illegal memory access was encountered "
 LINE = "ConnectionRefusedError: [Errno 111] Connection refused"

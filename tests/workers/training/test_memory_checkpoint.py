@@ -33,7 +33,7 @@ from unicron.workers.training.model import training_state
 from unicron.workers.training.process.history import History
 from unicron.workers.training.process.trace import Event
 from unicron.workers.training.recovery.state_shards import list_shards
-from unicron.workers.training.step.iteration import held_by
+from unicron.workers.training.step.own_part import held_by
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 TRAIN = Train(

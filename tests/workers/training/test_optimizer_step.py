@@ -11,9 +11,15 @@ from msgspec.structs import replace
 from unicron.events.spec.job import DynamicLossScale, Model, Optimizer, Train
 from unicron.events.spec.model import Axes
 from unicron.events.spec.parallelism import Parallel
+from unicron.workers.training.communicators.operations import Operations
+from unicron.workers.training.model import (
+    megatron_passes,
+    megatron_pipeline,
+    megatron_step,
+    training_state,
+)
 from unicron.workers.training.model import trainee as model
-from unicron.workers.training.model import training_state
-from unicron.workers.training.step import forward_backward, optimizer_step, pipeline
+from unicron.workers.training.model.engine import PADDING
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 
@@ -33,12 +39,14 @@ def built(train: Train, groups: Any) -> model.TrainingModel:
     trainee = model.build(train, torch.device("cpu"), groups)
     trainee.clear()  # allocates the gradients
     tokens = torch.arange(2 * 17).reshape(2, 17) + 1
-    forward_backward.run(trainee, groups, 0, [0], lambda item: tokens, lambda event, item: None)
+    megatron_passes.run(
+        trainee, Operations(groups), 0, [0], lambda item: tokens, lambda event, item: None
+    )
     return trainee
 
 
 def step(trainee: model.TrainingModel, **options: Any) -> bool:
-    return optimizer_step.step(trainee, 32, lambda event: None, **options) is not None
+    return megatron_step.step(trainee, 32, lambda event: None, **options) is not None
 
 
 @pytest.mark.parametrize("optimizer", ["whole", "sharded"])
@@ -48,7 +56,7 @@ def test_a_given_norm_is_the_one_that_megatron_clips_by(
 ) -> None:
     train = replace(FP16, precision=precision, parallel=Parallel(optimizer=optimizer))
     one, other, clipped = (built(train, alone) for _ in range(3))
-    found = optimizer_step.norm_square(one).item()
+    found = megatron_step.norm_square(one).item()
     scale = one.optimizer.get_loss_scale().item()
     assert step(one)
     assert step(other, norm_square=found)
@@ -68,9 +76,9 @@ def test_a_given_norm_is_the_one_that_megatron_clips_by(
 def test_an_overflow_on_another_member_skips_the_step(alone: Any, optimizer: Any) -> None:
     trainee = built(replace(FP16, parallel=Parallel(optimizer=optimizer)), alone)
     before = {name: tensor.clone() for name, tensor in training_state.tensors(trainee).items()}
-    assert not optimizer_step.has_inf(trainee)
+    assert not megatron_step.has_inf(trainee)
     assert not step(trainee, norm_square=math.inf, found_inf=True)
-    assert optimizer_step.has_inf(trainee)
+    assert megatron_step.has_inf(trainee)
     assert all(
         tensor.equal(before[name]) for name, tensor in training_state.tensors(trainee).items()
     )
@@ -91,5 +99,5 @@ def test_an_overflow_on_another_member_skips_the_step(alone: Any, optimizer: Any
 def test_chunks_pad_micro_batches_to_whole_groups(
     axes: Axes, num_items: int, num_passes: int
 ) -> None:
-    padded = pipeline.padded(range(num_items), axes.pp, axes.chunks)
-    assert padded == [*range(num_items), *[pipeline.PADDING] * (num_passes - num_items)]
+    padded = megatron_pipeline.padded(range(num_items), axes.pp, axes.chunks)
+    assert padded == [*range(num_items), *[PADDING] * (num_passes - num_items)]

@@ -20,14 +20,13 @@ from unicron.events.records.reports import CollectiveFailed
 from unicron.events.spec.job import Model, Train
 from unicron.events.spec.model import Axes
 from unicron.workers.training.communicators import process_groups
+from unicron.workers.training.communicators.operations import Operations
 from unicron.workers.training.dependencies import private_megatron
 from unicron.workers.training.model import cpu_device
 from unicron.workers.training.model import trainee as model
-from unicron.workers.training.step.overlapped_reduction import (
-    END_S_MAX,
-    GradientBackup,
-    OverlappedReduction,
-)
+from unicron.workers.training.model.megatron_gradients import GradientBackup
+from unicron.workers.training.step.collective import END_S_MAX, end_all
+from unicron.workers.training.step.overlapped import LaunchedReduction
 
 STRUCK = 4
 """The iteration in which the fault occurs. Rank 1 of three has micro-batches 1, 4, 7, 10."""
@@ -305,9 +304,9 @@ def abandoned_threads() -> list[threading.Thread]:
 
 
 def test_a_reduction_that_cannot_be_ended_is_abandoned(peer: Forked) -> None:
-    flight = OverlappedReduction(torch.zeros(3), 0, lambda: False)
+    flight = LaunchedReduction(torch.zeros(3), 0, lambda: False, Operations(None))
     began_s, woken = time.monotonic(), list[int]()
-    flight.end(lambda: woken.append(1))
+    end_all(flight.works, lambda: woken.append(1), flight.world)
     assert woken, "`wake` was not called"
     assert END_S_MAX <= time.monotonic() - began_s < FREED_S_MAX
     (thread,) = abandoned_threads()
@@ -323,7 +322,7 @@ def test_a_reduction_that_cannot_be_ended_is_abandoned(peer: Forked) -> None:
 
 def test_buckets_are_launched_in_order_until_the_reduction_ends(peer: Forked) -> None:
     launched, over = list[int](), list[int]()
-    flight = OverlappedReduction(torch.zeros(3), 5, lambda: bool(over))
+    flight = LaunchedReduction(torch.zeros(3), 5, lambda: bool(over), Operations(None))
 
     def launch(bucket: int) -> list[Any]:
         launched.append(bucket)
@@ -345,7 +344,7 @@ def test_buckets_are_launched_in_order_until_the_reduction_ends(peer: Forked) ->
         flight.wait_all(lambda event, bucket=-1: None, lambda: None)
     peer.kill()
     peer.wait(10)
-    flight.end(lambda: None)
+    end_all(flight.works, lambda: None, flight.world)
     assert not abandoned_threads()
 
 

@@ -182,7 +182,7 @@ def test_survivors_quiesce_without_an_order(drive: Drive, twin: Twins) -> None:
 
 
 FAILS_AFTER_REDUCTION = """
-from unicron.workers.training.step import gradient_reduction as reduction
+from unicron.workers.training.model import megatron_gradients as reduction
 right, calls = reduction.finalize_model_grads, []
 def whole_and_yet_failed(*args, **options):
     calls.append(right(*args, **options))
@@ -398,18 +398,18 @@ def test_a_newcomer_receives_half_a_million_losses(drive: Drive) -> None:
 
 
 WRONG = """
-from unicron.workers.training.step.forward_backward import Passes
-from unicron.workers.training.step.iteration import Iteration
-from unicron.workers.training.step.losses import Losses
-right = Iteration._unit
+from unicron.workers.training.model.engine import Passes
+from unicron.workers.training.model.losses import Losses
+from unicron.workers.training.step.passes import PassRunner
+right = PassRunner.unit
 def wrong(self, unit, *rest, **named):
-    struck = self.step_version == 4 and unit == (5,)
+    struck = self.part.state.step_version == 4 and unit == (5,)
     if struck and fault == "dropped":
         return Passes(1, Losses())
     if struck:
         right(self, unit, *rest, is_last=False, is_probe=False)
     return right(self, unit, *rest, **named)
-Iteration._unit = wrong
+PassRunner.unit = wrong
 """
 
 

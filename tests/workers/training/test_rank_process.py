@@ -293,13 +293,13 @@ def test_built_objects_are_frozen_for_the_garbage_collector(drive: Drive) -> Non
 
 RAISES = """
 import sys
-from unicron.workers.training.step.iteration import Iteration
-right = Iteration._unit
+from unicron.workers.training.step.passes import PassRunner
+right = PassRunner.unit
 def wrong(self, *given, **named):
-    if self.step_version == 2:
+    if self.part.state.step_version == 2:
         raise ValueError("raised on purpose")
     return right(self, *given, **named)
-Iteration._unit = wrong
+PassRunner.unit = wrong
 """
 
 

@@ -24,9 +24,9 @@ from unicron.events.spec.job import DynamicLossScale, Model, Optimizer, Train
 from unicron.workers.training.checkpoint import checkpoint
 from unicron.workers.training.model import text_data, training_state
 from unicron.workers.training.model import trainee as model
+from unicron.workers.training.model.megatron_step import step
 from unicron.workers.training.process.history import REPORT_ITERATIONS_MAX, History
 from unicron.workers.training.recovery import state_shards
-from unicron.workers.training.step.optimizer_step import step
 
 PLAIN = (
     type(None),

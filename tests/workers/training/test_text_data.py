@@ -14,10 +14,10 @@ from unicron.events.errors import UsageError
 from unicron.events.spec.job import Batch, Model, Train
 from unicron.workers.training.checkpoint import checkpoint
 from unicron.workers.training.model import trainee as model
+from unicron.workers.training.model.megatron_step import step
 from unicron.workers.training.model.random_draws import seed_of
 from unicron.workers.training.model.text_data import END_CODE, Text, carries_loss, load
 from unicron.workers.training.process.history import History
-from unicron.workers.training.step.optimizer_step import step
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 TRAIN = Train(

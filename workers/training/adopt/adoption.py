@@ -35,8 +35,8 @@ from ..checkpoint.saver import Format  # noqa: E402
 from ..dependencies.known_versions import warn_unknown  # noqa: E402
 from ..member import Member  # noqa: E402
 from ..model import determinism  # noqa: E402
+from ..model.megatron_passes import evaluate  # noqa: E402
 from ..model.workload import Beginning  # noqa: E402
-from ..step.forward_backward import evaluate  # noqa: E402
 from .custom_loop import (  # noqa: E402
     Build,
     Forward,
@@ -74,7 +74,7 @@ class Job:
     def chunks(self) -> list[Any]:
         """The model chunks of this rank. A layout change replaces them: read them again after each
         step."""
-        return self._driver.iteration.trainee.ddps
+        return self._driver.iteration.engine.trainee.ddps
 
     @property
     def model(self) -> Any:
@@ -84,12 +84,12 @@ class Job:
     @property
     def optimizer(self) -> Any:
         """The optimizer that `build` returned."""
-        return self._driver.iteration.trainee.optimizer
+        return self._driver.iteration.engine.trainee.optimizer
 
     @property
     def device(self) -> torch.device:
         """The device of the model."""
-        return self._driver.iteration.trainee.device
+        return self._driver.iteration.engine.trainee.device
 
     @property
     def groups(self) -> Any:
@@ -138,7 +138,7 @@ class Job:
         """The auxiliary losses of a mixture of experts in the last completed iteration, by name in
         Megatron: the mean over layers and all micro-batches, without the coefficient. Megatron's
         own log of them is cleared in each step."""
-        return dict(self._driver.iteration.trainee.experts.losses)
+        return dict(self._driver.iteration.engine.trainee.experts.losses)
 
     @property
     def step_s(self) -> float:
@@ -218,12 +218,12 @@ class Job:
     def mean_loss(self, num: int, batch_of: Callable[[int], Any]) -> float:
         """In an evaluation: the mean loss of `num` batches, in the unit of `loss` of `adopt`. The
         replicas share the batches; every rank gets the result. `batch_of(i)` returns batch i."""
-        communicators, trainee = self._driver.communicators, self._driver.iteration.trainee
+        communicators, trainee = self._driver.communicators, self._driver.iteration.engine.trainee
         axes = communicators.axes
         summed = torch.zeros(2, dtype=torch.float64, device=self.device)
         if self.place < num_positions(axes):  # a standby member has no position in the layout
             items = range(coordinates(axes, self.place).dp, num, axes.dp)
-            evaluate(trainee, self.groups, items, batch_of).write(summed)
+            evaluate(trainee, communicators.operations, items, batch_of).write(summed)
         dist.all_reduce(summed)
         loss_sum, num_tokens = summed.tolist()
         if trainee.train.loss == "per_token":
@@ -354,7 +354,7 @@ def adopt(
         job.finish()
         driver.control.flush()
         # Without this, torch would wait for peers when the process ends.
-        driver.communicators.down(driver.iteration.trainee.roots)
+        driver.communicators.down(driver.iteration.engine.trainee.roots)
 
 
 def _connect(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from time import sleep
@@ -24,7 +23,6 @@ from ....events.spec.job import Train, is_url
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import is_plain
 from ...host import output_owner
-from ...ipc.pipe_protocol import Unpacker
 from ...ipc.progress_page import ProgressWriter
 from ..checkpoint import checkpoint
 from ..checkpoint.final_save import save_at_end
@@ -32,16 +30,20 @@ from ..checkpoint.restart_memory import RestartMemory
 from ..checkpoint.save_reports import SaveReports
 from ..communicators.communicators import Communicators
 from ..model import cpu_device, optimizers
+from ..model.megatron_engine import MegatronEngine
 from ..model.trainee import TrainingModel
 from ..model.training_state import load_objects, objects_tree
 from ..process.control_thread import Control
 from ..process.history import History
+from ..process.orders import NoOrders, Orders
 from ..process.trace import Trace
 from ..recovery.peers import World
 from ..recovery.settlement import settle
 from ..state_recovery import part_builder, with_shards
-from ..step.gradient_reduction import Stats
+from ..step.checkpoints import NoCheckpoints
 from ..step.iteration import Iteration
+from ..step.results import Stepped
+from ..step.stats import Stats
 from .custom_loop import LoopWorkload
 
 log = structlog.get_logger()
@@ -63,7 +65,7 @@ class RestartOnlyDriver:
         agent: tuple[Control, StartRank] | None = None,
     ) -> None:
         work.heals = False
-        self.control, start = agent or (Control(socket.socketpair()[0], 0, Unpacker()), None)
+        self.control: Orders = NoOrders() if agent is None else agent[0]
         self._train = work.train
         self._place = int(environment.get("RANK", "0"))
         num = int(environment.get("WORLD_SIZE", "1"))
@@ -97,38 +99,29 @@ class RestartOnlyDriver:
         if not is_plain(work.train.parallel.largest):
             work.begin(with_shards(trainee), part_builder(work, self.communicators, device))
         self.history = History()
-        name = start.spec.name if start is not None else ""
+        name = "" if agent is None else agent[1].spec.name
         self._checkpoint = RestartCheckpoint(
-            work.train, trainee, environment, name, self._reports(start)
+            work.train, trainee, environment, name, _reports(agent)
         )
         self._memory: RestartMemory | None = None
-        if start is not None and work.train.copy_every:
+        if agent is not None and work.train.copy_every:
             self._memory = RestartMemory(
-                start, self.control, self._place, num, spare=self.communicators.spare
+                agent[1], agent[0], self._place, num, spare=self.communicators.spare
             )
         self.settled = self._agreed(self._load(trainee))
         self.iteration = Iteration(
-            trainee,
+            MegatronEngine(trainee),
             self.control,
             self.communicators,
             work,
             Trace(self._place),
             ProgressWriter(),
             self.history,
-            keep_last=self._keep_last,
+            self if self._memory is not None else NoCheckpoints(),
         )
-        if self._memory is not None:
-            self.iteration.copy_status = self._memory.status
-            self.iteration.before_change = self._memory.detach
-            self.iteration.is_read_after = lambda at: at % work.train.copy_every == 0
-        claims = [self.iteration.claim() for _ in range(num)]
+        claims = [self.iteration.part.claim() for _ in range(num)]
         share = settle(claims, self._train.num_micro_batches, axes).shares[self._place]
-        self.iteration.take(self.settled, share, 1, begun=False)
-
-    def _reports(self, start: StartRank | None) -> SaveReports | None:
-        if start is None:
-            return None
-        return SaveReports(start, "export", self.control.tell, is_unknown=start.attempt > 1)
+        self.iteration.part.take(self.settled, share, 1, begun=False)
 
     def _axes(self, num: int) -> Axes:
         """The first layout of the spec with `num` ranks."""
@@ -157,27 +150,41 @@ class RestartOnlyDriver:
                     ) from None
         return self._checkpoint.load(trainee, self.history)
 
-    def _store(self) -> None:
+    def _store(self, stepped: Stepped) -> None:
         """Store the state in memory, if that is due and no process still sends its last one."""
         at = self.iteration.step_version
         if (
             self._memory is not None
             and at % self._train.copy_every == 0
             and at < self._train.iterations
-            and self.iteration.may_copy
+            and stepped.may_copy
             and not self.history.spoilt_by
         ):
-            self._copy(self._memory, is_whole=self.iteration.is_copied)
+            self._copy(self._memory, is_whole=stepped.is_copied)
 
-    def _keep_last(self, stats: Stats) -> None:
-        """The step that follows makes the state NaN or infinite: store the present one in memory,
-        unless that was due for it anyway."""
+    # --- what an iteration asks (step/checkpoints.py), if the state is stored in memory ---
+    def copy_status(self) -> tuple[float, float]:
+        assert self._memory is not None
+        return self._memory.status()
+
+    def before_change(self) -> None:
+        assert self._memory is not None
+        self._memory.detach()
+
+    def is_read_after(self, at: int) -> bool:
+        return at % self._train.copy_every == 0
+
+    def is_saving(self) -> bool:
+        return False
+
+    def keep_last(self, stats: Stats) -> None:
+        """Store the present state in memory, unless that was due anyway."""
         at = self.iteration.step_version
         if self._memory is not None and not stats.num_sending and at % self._train.copy_every:
             self._copy(self._memory, is_whole=not stats.num_unstored)
 
     def _copy(self, memory: RestartMemory, *, is_whole: bool) -> None:
-        trainee = self.iteration.trainee
+        trainee = self.iteration.engine.trainee
         memory.copy(
             lambda: {
                 **objects_tree(trainee.modules, trainee.optimizer, trainee.scheduler),
@@ -203,29 +210,36 @@ class RestartOnlyDriver:
         yield None
         while self.iteration.step_version < self._train.iterations:
             outcome = self.iteration.run()
-            if outcome not in ("stepped", "boundary"):
-                raise RuntimeError(self.iteration.reduction.why)
+            if not isinstance(outcome, Stepped):
+                raise RuntimeError(outcome.why)
             if self.iteration.step_version == self._train.iterations:
-                outcome = save_at_end([self._checkpoint], self._save, self.iteration, sleep)
-                if outcome != "stepped":
-                    raise RuntimeError(self.iteration.reduction.why)
+                saved = save_at_end([self._checkpoint], self._save, self.iteration.beside, sleep)
+                if not saved.goes_on:
+                    raise RuntimeError("" if isinstance(saved, Stepped) else saved.why)
             else:
                 self._save(self._checkpoint)
-            self._store()
+            self._store(outcome)
             yield self.iteration.step_version - 1
         # A peer fails if this process exits before the peer has received the last message.
-        self.iteration.meet()
-        self.iteration.meet()
+        self.iteration.beside.meet()
+        self.iteration.beside.meet()
 
     def _save(self, checkpoint: RestartCheckpoint, num_failures: int = 0) -> bool:
         return self._place != 0 or checkpoint.save(self.iteration, self.history)
 
     def run_collectively(self, call: Callable[[], None]) -> bool:
         """Run `call` on all members. Raises RuntimeError if a collective fails."""
-        outcome = self.iteration.beside(call)
-        if outcome is not None:
-            raise RuntimeError(self.iteration.reduction.why)
+        ended = self.iteration.beside.run(call)
+        if ended is not None:
+            raise RuntimeError(ended.why)
         return True
+
+
+def _reports(agent: tuple[Control, StartRank] | None) -> SaveReports | None:
+    if agent is None:
+        return None
+    control, start = agent
+    return SaveReports(start, "export", control.tell, is_unknown=start.attempt > 1)
 
 
 class RestartCheckpoint:
@@ -271,7 +285,7 @@ class RestartCheckpoint:
         folder = str(saved[-1]) if saved else self._train.begin_from
         return checkpoint.load(folder, trainee, history) if folder else 0
 
-    def save(self, iteration: Iteration, history: History) -> bool:
+    def save(self, iteration: Iteration[MegatronEngine], history: History) -> bool:
         """If a checkpoint is due, save the current state and remove the previous checkpoints. One
         that is NaN or infinite is saved at the end alone, beside the last that is not. Returns
         False if it could not be saved, which is told."""
@@ -283,7 +297,7 @@ class RestartCheckpoint:
         old = [] if history.spoilt_by else self._saved()
         name = f"{self._folder}/iter-{at}"
         try:
-            checkpoint.save(name, iteration.trainee, at, history)
+            checkpoint.save(name, iteration.engine.trainee, at, history)
         except checkpoint.NotSaved as error:
             then = "" if is_last else "; training continues"
             log.warning(f"checkpoint not saved{then}", iteration=at, why=str(error))

@@ -25,12 +25,12 @@ from ...checkpoint_store import protocol
 from ...checkpoint_store.protocol import Manifest, Offer, Piece, ShareSender, TransferError
 from ..model import training_state
 from ..model.trainee import TrainingModel
+from ..process.exit_report import is_cuda_error
 from ..process.history import History
 from ..process.trace import Event
 from ..recovery.regions import torch_dtype
 from ..recovery.state_sources import HeldState
-from ..step.gradient_reduction import is_cuda_error
-from ..step.iteration import held_by
+from ..step.own_part import held_by
 from .save_reports import WHY_CHARS_MAX
 from .share import own_share
 from .snapshot import Snapshot, SnapshotLost, buffer_bytes

@@ -28,11 +28,11 @@ from ....events.records.types import MemoryCheckpoint
 from ...checkpoint_store import protocol
 from ...checkpoint_store.protocol import Offer, Piece, ShareReader, ShareRequest, TransferError
 from ..model import training_state
+from ..process.exit_report import is_cuda_error
 from ..recovery.peers import World
 from ..recovery.regions import State, cut, shape_of, torch_dtype
 from ..recovery.resharding import Region, Shard, intersection
 from ..recovery.state_sources import HeldState
-from ..step.gradient_reduction import is_cuda_error
 
 T = TypeVar("T")
 RESTORE_S_MAX = 15.0

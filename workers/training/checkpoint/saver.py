@@ -23,11 +23,11 @@ from ...host.checkpoint_index import Index, read_index
 from ...host.output_owner import Owner
 from ..model import training_state
 from ..model.trainee import TrainingModel
+from ..process.exit_report import is_cuda_error
 from ..process.history import History
 from ..process.trace import Event
 from ..recovery.regions import State
 from ..recovery.resharding import Shard
-from ..step.gradient_reduction import is_cuda_error
 from . import folder, share_files, snapshot
 from .checkpoint import WRITE_ERRORS, NotSaved, Superseded, folder_of, relative_path
 from .folder import Folder

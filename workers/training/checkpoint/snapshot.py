@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..process.exit_report import is_cuda_error
 from ..recovery.regions import State
 from ..recovery.resharding import Shard
-from ..step.gradient_reduction import is_cuda_error
 from .share import num_rows, rows
 
 PIECE_BYTES = 16 << 20

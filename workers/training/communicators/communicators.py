@@ -31,6 +31,7 @@ from ....events.timing import RENDEZVOUS_S_MAX
 from ..dependencies import private_megatron, private_torch
 from . import process_groups, sockets
 from .group_handles import Handles
+from .operations import Operations
 from .process_groups import GROUP_S_MAX
 
 # --- Aborts of NCCL groups ---
@@ -158,7 +159,7 @@ class Communicators:
         self._is_watching = False
         self._handles = Handles()
         self._nccl_aborts = NcclAborts()
-        self.groups: Any = None
+        self._operations: Operations | None = None
         self.generation = 0
         self.place = 0
         self.num_members = 0
@@ -172,6 +173,21 @@ class Communicators:
         self.on_groups: Callable[[Any], None] = lambda groups: None
         """Called with each generation's groups, and with None before they are destroyed; it must
         then drop its own."""
+
+    @property
+    def operations(self) -> Operations:
+        """The operations of the current generation, which is up."""
+        assert self._operations is not None
+        return self._operations
+
+    def is_current(self, operations: Operations) -> bool:
+        """Whether these are of the generation that is up."""
+        return self._operations is operations
+
+    @property
+    def groups(self) -> Any:
+        """The ProcessGroupCollection of the current generation; None: there is none."""
+        return None if self._operations is None else self._operations.groups
 
     @property
     def is_up(self) -> bool:
@@ -208,7 +224,7 @@ class Communicators:
                     world_size=self.num_members,
                     timeout=datetime.timedelta(seconds=GROUP_S_MAX),
                 )
-            self.groups = process_groups.build(axes, COLLECTIVE_S_MAX)
+            self._operations = Operations(process_groups.build(axes, COLLECTIVE_S_MAX))
         finally:
             self._is_building = False
         private_torch.set_timeout(COLLECTIVE_S_MAX)
@@ -271,10 +287,11 @@ class Communicators:
 
     def _remove_groups(self, roots: Iterable[Any]) -> None:
         self.on_groups(None)
-        if self.groups is not None:
+        if self._operations is not None:
             self._handles.take(roots, process_groups.by_role(self.groups))
             vars(self.groups).clear()
-            self.groups = None
+            self._operations.close()
+            self._operations = None
         private_megatron.clear_globals()
         if self.is_up:
             dist.destroy_process_group()
@@ -289,7 +306,7 @@ class Communicators:
         build a model before the peers exist. At the end, they are removed from the objects that
         were put into the list. `bind` puts a generation's groups in their place."""
         roots: list[Any] = []
-        self.groups = _unconnected(axes, place)
+        self._operations = Operations(_unconnected(axes, place))
         self.on_groups(self.groups)
         try:
             yield roots

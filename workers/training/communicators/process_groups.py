@@ -20,7 +20,7 @@ TENSOR_PARALLEL = ("tp", "tp_cp", "expt_tp", "tp_ep")
 REPLICA = ("mp", "tp_ep_pp")
 ALONE = ("cp", "ep", "pos_embd", "intra_dist_opt", "tp_dp_cp")
 """Roles with one member. Megatron reduces the norm of a sharded gradient over `intra_dist_opt`.
-Here all members have reduced the norm before the step (optimizer_step.py). `tp_dp_cp` is for an
+Here all members have reduced the norm before the step (megatron_step.py). `tp_dp_cp` is for an
 auxiliary loss over all replicas, which is refused."""
 ROLES = (*DATA_PARALLEL, *TENSOR_PARALLEL, "pp", "embd", *REPLICA, *ALONE)
 GROUP_S_MAX = 10.0
@@ -62,7 +62,7 @@ def build(axes: Axes, timeout_s: float) -> Any:
 def groups_for_building(groups: Any) -> Any:
     """The groups with which a model is built, such that neither the build nor a step communicates:
     Megatron's first and last stage would exchange their embedding, and its optimizer reduce values
-    that all members have reduced before (optimizer_step.py)."""
+    that all members have reduced before (megatron_step.py)."""
     build_groups = copy.copy(groups)
     build_groups.embd, build_groups.mp = None, build_groups.intra_dist_opt
     return build_groups

@@ -31,47 +31,45 @@ USES_NUM_MAX = 2
 
 
 class ExactSum:
-    """The integers of one model part, beside Megatron's fp32 buffers, which receive the result.
+    """The integers of one model part, in flat buffers of the `sizes` of those that receive the
+    result in fp32.
 
     `exponents` [parameters], int32, is state: for each parameter the power of two that no element
     of a micro-batch's gradient may exceed, without the loss scale. If one does, the iteration runs
-    again with 2^10 times as much. `spans`: each parameter's buffer and its elements there. If
-    `is_checked`, `check` adds up the digests of all summands: the digest of the sum, unless its
-    memory has changed.
+    again with 2^10 times as much. `spans`: each parameter's buffer and its elements there.
+    `on_added` is called with a parameter whose gradient a backward has added here. If `is_checked`,
+    `check` adds up the digests of all summands: the digest of the sum, unless its memory has
+    changed.
     """
 
     def __init__(
         self,
         params: Sequence[Any],
-        buffers: Sequence[Any],
+        spans: Sequence[tuple[int, slice]],
+        sizes: Sequence[int],
         device: torch.device,
         *,
         bits: int,
         num_summands: int,
+        on_added: Callable[[Any], None],
     ) -> None:
         self.params = tuple(params)
         self.dtype = torch.int64 if bits == 64 else torch.int32
         self.exponents = torch.full((len(params),), FIRST_BITS, dtype=torch.int32, device=device)
-        number = {id(param): index for index, param in enumerate(params)}
-        found = {
-            number[id(param)]: (at, slice(*buffer.param_index_map[param][:2]))
-            for at, buffer in enumerate(buffers)
-            for param in buffer.params
-        }
-        self.spans = [found[index] for index in range(len(params))]
-        self._sizes = [buffer.grad_data.numel() for buffer in buffers]
+        self.spans = list(spans)
+        self._sizes = list(sizes)
         self._device = device
         self._range_bits = bits - 2 - (num_summands * USES_NUM_MAX - 1).bit_length()
         self.is_checked = False
         self.check = torch.zeros((), dtype=torch.int64, device=device)
         self.flat: list[Tensor] = []
-        """The integers, as Megatron's buffers are laid out."""
+        """The integers, by buffer."""
         self._views: list[Tensor] = []
         zeros = torch.zeros(len(params), device=device)
         self._tops, self._scales = zeros.clone(), zeros.clone()
         self._top_of, self._scale_of = self._tops.unbind(), self._scales.unbind()
         for index, param in enumerate(params):
-            param.register_post_accumulate_grad_hook(partial(self._take, index))
+            param.register_post_accumulate_grad_hook(partial(self._take, index, on_added))
 
     @property
     def tops(self) -> Tensor:
@@ -156,9 +154,9 @@ class ExactSum:
         found: list[int] = is_left.nonzero().flatten().tolist()
         return found
 
-    def _take(self, index: int, param: Any) -> None:
+    def _take(self, index: int, on_added: Callable[[Any], None], param: Any) -> None:
         self.add(index, param.grad)
-        param.grad_added_to_main_grad = True  # Megatron then adds nothing
+        on_added(param)
 
 
 def part_tied_uses(module: Any, add: Callable[[Any, Tensor], None]) -> None:

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
+
+from ..communicators.operations import Operations
 
 _MEGATRONS_DTYPE = "unicron_counts_dtype"
 """An attribute of a router: the type in which Megatron would count its tokens."""
@@ -99,20 +100,20 @@ class Experts:
         losses[-1] = 0.0
         self._taken = RouterSums(sums.counts, losses)
 
-    def reduced(self, groups: Any) -> RouterSums:
+    def reduced(self, operations: Operations) -> RouterSums:
         """The sums over all members; waits for them. The local sums stay as they are."""
         own = self.sums()
         if not self.are_somewhere:
             return own
-        size = groups.tp.size()
+        size = operations.group("tp").size()
         if Z_LOSS in self._names:  # the others are sums over the tensor-parallel ranks already
             own.losses[self._names.index(Z_LOSS)] /= size
         values = torch.cat(own)
-        for group in (groups.dp_cp, groups.tp):
-            dist.all_reduce(values, group=group)
+        operations.all_reduce(values, "dp_cp")
+        operations.all_reduce(values, "tp")
         counts, losses = values[: len(own.counts)], values[len(own.counts) :].contiguous()
-        dist.all_reduce(losses, group=groups.pp)
-        losses[-1] /= size * groups.dp_cp.size()
+        operations.all_reduce(losses, "pp")
+        losses[-1] /= size * operations.group("dp_cp").size()
         return RouterSums(counts, losses)
 
     def step(self, sums: RouterSums, num_micro_batches: int) -> None:

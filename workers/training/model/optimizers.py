@@ -92,7 +92,7 @@ def lowest_rate_of_schedule() -> Generator[None]:
 
 
 def prepare(ddps: Sequence[Any], optimizer: Any) -> None:
-    """Configure a new optimizer for optimizer_step.py and allocate all of its state."""
+    """Configure a new optimizer for megatron_step.py and allocate all of its state."""
     if is_sharded(optimizer):
         for ddp in ddps:
             if not ddp.ddp_config.overlap_param_gather:

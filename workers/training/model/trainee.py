@@ -69,12 +69,20 @@ class TrainingModel:
             return
         params = [param for _, param in self.named_parameters() if param.requires_grad]
         number = {id(param): index for index, param in enumerate(params)}
+        buffers = self.buffers
+        spans = {
+            id(param): (at, slice(*buffer.param_index_map[param][:2]))
+            for at, buffer in enumerate(buffers)
+            for param in buffer.params
+        }
         exact = self.exact = ExactSum(
             params,
-            self.buffers,
+            [spans[id(param)] for param in params],
+            [buffer.grad_data.numel() for buffer in buffers],
             self.device,
             bits=self.train.reproducible_bits,
             num_summands=self.train.num_micro_batches * self.axes.tp,
+            on_added=_adds_nothing,
         )
         for module in self.modules:
             part_tied_uses(module, lambda weight, gradient: exact.add(number[id(weight)], gradient))
@@ -144,6 +152,12 @@ class TrainingModel:
     def buffers(self) -> list[Any]:
         """Megatron's flat buffers, which contain its buckets."""
         return [buffer for ddp in self.ddps for buffer in buffers_of(ddp)]
+
+    def flat_parameters(self) -> Iterator[list[Any]]:
+        """For each of Megatron's flat buffers, but those of experts: its parameters in order."""
+        for ddp in self.ddps:
+            for buffer in ddp.buffers:
+                yield list(buffer.param_index_map)
 
     @property
     def bucket_groups(self) -> list[Any]:
@@ -264,6 +278,11 @@ class TrainingModel:
     def divisor(self, num_tokens: float) -> float:
         """The divisor of the loss sum of all micro-batches, with `num_tokens` tokens in all."""
         return max(num_tokens, 1.0) if self.train.loss == "per_token" else 1.0
+
+
+def _adds_nothing(param: Any) -> None:
+    """Megatron adds nothing for this parameter: the exact sum has its gradient."""
+    param.grad_added_to_main_grad = True
 
 
 def build(

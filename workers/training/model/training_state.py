@@ -19,6 +19,8 @@ from .optimizers import chained, num_steps, parts, scalers, set_num_steps, shard
 from .trainee import TrainingModel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+OF_OPTIMIZER = ("master", "optimizer")
+"""Kinds of tensors that are sharded with the optimizer."""
 
 
 class LossScale(Struct, kw_only=True):

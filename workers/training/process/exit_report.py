@@ -104,6 +104,11 @@ TEXT_CHARS_MAX = 4000
 """Characters of an error that are reported: its end, and the line that determined the status."""
 
 
+def is_cuda_error(error: BaseException) -> bool:
+    """Whether this error has ruined the CUDA context, so that only a new process helps."""
+    return "CUDA error" in str(error)
+
+
 class ExitReporter:
     """Reports RankErrored for the exception that ends the process, then ends the process."""
 

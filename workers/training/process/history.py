@@ -18,7 +18,7 @@ class History:
         self.losses: list[float] = []
         self.step_s: list[float] = []
         self.digests: dict[int, str] = {}
-        """By iteration: the digest of the state with which it began (step/corruption.py)."""
+        """By iteration: the digest of the state with which it began (step/checks.py)."""
         self.spoilt_by = ""
         """The loss of the step that made the state NaN or infinite, in words; empty: none did."""
         self.saved_at = -1

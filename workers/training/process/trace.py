@@ -90,7 +90,7 @@ class Trace:
     ) -> None:
         """Returns when the rank may continue."""
 
-    def watch(self, trainee: Any, note: Note) -> None:
+    def watch(self, engine: Any, note: Note) -> None:
         """A new model: what it does between the phases may be noted too."""
 
 

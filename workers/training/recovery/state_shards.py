@@ -125,16 +125,15 @@ def flat_parameters(
         for module in trainee.modules
         for tensor, local in _sharded(module, UNSTACKED)
     }
-    for ddp in trainee.ddps:
-        for buffer in ddp.buffers:
-            named = {locals_[id(param)].mapped[0].key: param for param in buffer.param_index_map}
+    for params in trainee.flat_parameters():
+        named = {locals_[id(param)].mapped[0].key: param for param in params}
 
-            def listed(kind: str, name: str, flat: Tensor, named: dict[str, Any] = named) -> State:
-                found: State = {}
-                _add(found, kind, flat, 0, locals_[id(named[name])])
-                return found
+        def listed(kind: str, name: str, flat: Tensor, named: dict[str, Any] = named) -> State:
+            listed_shards: State = {}
+            _add(listed_shards, kind, flat, 0, locals_[id(named[name])])
+            return listed_shards
 
-            yield [(name, param.numel()) for name, param in named.items()], listed
+        yield [(name, param.numel()) for name, param in named.items()], listed
 
 
 def stepped(trainee: TrainingModel) -> State:

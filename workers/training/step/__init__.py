@@ -1,5 +1,5 @@
 """One iteration: micro-batches, gradient reduction, optimizer step, each restartable.
 
-Read `iteration`, `forward_backward`, `gradient_reduction`, `optimizer_step`. Imports `recovery`,
-`model`, `communicators` and `process`.
+Read README.md, then `iteration`, `own_part`, `progress`, `sums`. Imports `recovery`, `model`,
+`communicators` and `process`.
 """

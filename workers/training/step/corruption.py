@@ -1,159 +1,89 @@
-"""Silent data corruption: what the members compare at a step barrier, and which of them is wrong.
+"""Silent data corruption: when the members look for it, and what follows from what they find.
 
-All members receive the values of all, and come to the same verdict. A member is wrong if its memory
-changed without a step, or if it differs from most replicas. Of gradients, one micro-batch that all
-replicas compute is compared; a member is wrong if it differs again when all repeat the iteration.
+checks.py has what they compare, and which of them is wrong.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Generic
 
 import structlog
-import torch
 
-from ....events.spec.model import Axes
-from ....events.spec.parallelism import Coordinates, coordinates, num_positions, position_of
-from ..model.trainee import TrainingModel
-from ..recovery.state_digest import OF_OPTIMIZER, counted, shard_digests
+from ....events.spec.parallelism import coordinates
+from ..communicators.communicators import Communicators
+from ..recovery.state_sources import NO_STATE
+from .checks import CorruptionError, no_values
+from .own_part import E
+from .passes import PassRunner
+from .results import Again, Ended, Failed
 
 log = structlog.get_logger()
 
 
-class CorruptionError(RuntimeError):
-    """This member's state or gradients are wrong: silent data corruption."""
+class CorruptionSearch(Generic[E]):
+    """Every `digest_every` iterations the members compare their states before the step, and the
+    gradient of one micro-batch that all replicas compute; at the end their states once more."""
 
+    def __init__(self, passes: PassRunner[E], communicators: Communicators) -> None:
+        self._part, self._passes = passes.part, passes
+        self._communicators = communicators
 
-class _Slot(NamedTuple):
-    """Whether its state or its sum changed in memory, the digest of what other replicas have too,
-    and that of the probe, the gradient of the micro-batch that all replicas compute (0: none)."""
+    @property
+    def digest_every(self) -> int:
+        engine = self._part.engine
+        return 0 if engine.exact is None else engine.train.digest_every
 
-    changed: int = 0
-    sum_changed: int = 0
-    state: int = 0
-    probe: int = 0
+    def is_due(self, step_version: int) -> bool:
+        """Whether the members compare in this iteration."""
+        return self.digest_every > 0 and step_version > 0 and step_version % self.digest_every == 0
 
+    def own_values(self, has_sum: bool) -> tuple[int, ...]:
+        """What this member tells (Checks.values). Waits for the device."""
+        return self._part.checks.values(self._part.state.step_version, has_sum=has_sum)
 
-def no_values(axes: Axes) -> tuple[int, ...]:
-    """What a standby member adds: the digest of the state, and a _Slot for each position."""
-    return (0,) * (1 + len(_Slot()) * num_positions(axes))
+    def values_of_standby(self) -> tuple[int, ...]:
+        return no_values(self._communicators.axes)
 
+    def probe(self) -> Ended | None:
+        """Compute the gradient of one micro-batch, the same on all replicas, and its digest. None
+        if that succeeds."""
+        part = self._part
+        exact, train = part.engine.exact, part.engine.train
+        if exact is None or part.engine.axes.dp == 1:
+            return None
+        item = part.state.step_version // train.digest_every % train.num_micro_batches
+        ended = self._passes.run([item], is_probe=True)
+        if ended is None:
+            part.checks.probe = exact.digest()
+        part.discard_passes()
+        return ended
 
-class Checks:
-    """The checks of one member, with its model. `probe` is that of the current iteration."""
-
-    def __init__(self, trainee: TrainingModel) -> None:
-        self._trainee = trainee
-        self._record: tuple[int, torch.Tensor] | None = None
-        self.forget()
-
-    def forget(self, *, state: bool = False) -> None:
-        """A new generation begins; with `state`, with another state."""
-        self._first: dict[int, int] = {}
-        self.probe: torch.Tensor | None = None
-        self._record = None if state else self._record
-
-    def begin(self, step_version: int) -> None:
-        """Record the digest of the state of a new iteration; do nothing if that has been done."""
-        if self._trainee.is_gathered and (self._record is None or self._record[0] != step_version):
-            self._record = step_version, shard_digests(self._trainee)
-
-    def values(self, step_version: int, *, has_sum: bool) -> tuple[int, ...]:
-        """What this member adds. `has_sum`: the local sum is as before its reduction. Waits for the
-        device."""
-        trainee, exact, found = self._trainee, self._trainee.exact, shard_digests(self._trainee)
-        zero = found.new_zeros(())
-        replicated = [
-            not (trainee.is_sharded and shard.key.startswith(OF_OPTIMIZER))
-            for shard in trainee.shards
-        ]
-        record = self._record[1] if self._record and self._record[0] == step_version else found
-        total, *slot = torch.stack(
-            [
-                value.long()
-                for value in (
-                    found[torch.tensor(list(counted(trainee)), device=found.device)].sum(),
-                    (found != record).any(),
-                    exact.digest() != exact.check if has_sum and exact is not None else zero,
-                    found[torch.tensor(replicated, device=found.device)].sum(),
-                    zero if self.probe is None else self.probe,
-                )
-            ]
-        ).tolist()
-        values = [total, *no_values(trainee.axes)[1:]]
-        begin = 1 + trainee.place * len(slot)
-        values[begin : begin + len(slot)] = slot
-        return tuple(values)
-
-    def judge(
-        self, values: Sequence[int], axes: Axes, *, has_probes: bool
-    ) -> tuple[dict[int, str], bool]:
-        """The verdict on the sums of all members: by position, why it must end; and whether all run
-        the iteration again, to confirm. A difference that proves nothing is logged."""
-        size = len(_Slot())
-        slots = [_Slot(*values[at : at + size]) for at in range(1, len(values), size)]
-        wrong = {
-            place: "its parameters or its optimizer's state changed in memory, without a step"
-            if slot.changed
-            else "the sum of its gradients changed in memory"
-            for place, slot in enumerate(slots)
-            if slot.changed or slot.sum_changed
-        }
-        parts = [
-            [position_of(axes, Coordinates(tp=tp, pp=pp, dp=dp)) for dp in range(axes.dp)]
-            for pp in range(axes.pp)
-            for tp in range(axes.tp)
-        ]
-        for part in parts:
-            states = {place: slots[place].state for place in part if place not in wrong}
-            wrong |= dict.fromkeys(
-                _odd(states), "its parameters or its optimizer's state differ from other replicas'"
+    def judge(self, told: tuple[int, ...], *, has_probes: bool) -> Failed | Again | None:
+        """Compare what all members have told. Failed: one of them is wrong, and if it is this one,
+        CorruptionError is raised. Again: all must run the iteration again. None: all are well."""
+        part = self._part
+        axes, own = self._communicators.axes, self._communicators.place
+        step_version = part.state.step_version
+        wrong, repeats = part.checks.judge(told, axes, has_probes=has_probes)
+        if own in wrong:
+            raise CorruptionError(
+                f"silent data corruption in rank {part.notes.trace.rank}, iteration "
+                f"{step_version}: {wrong[own]}"
             )
-            if len(set(states.values())) > 1 and not _odd(states):
-                log.warning(
-                    "replicas have different states, and nothing tells which is wrong",
-                    positions=part,
+        if wrong:
+            part.undo()
+            if coordinates(axes, own).dp in {coordinates(axes, place).dp for place in wrong}:
+                part.discard_passes()
+            return Failed(
+                "; ".join(
+                    f"silent data corruption at position {place}: {why}"
+                    for place, why in wrong.items()
                 )
-        probes = (
-            [{place: slots[place].probe for place in part if slots[place].probe} for part in parts]
-            if has_probes and not wrong
-            else []
-        )
-        differing = [part for part in probes if len(set(part.values())) > 1]
-        first, self._first = self._first, {}
-        if differing and not first:
-            self._first = {place: probe for part in probes for place, probe in part.items()}
-        elif differing:
-            wrong = _wrong_twice(first, differing, axes)
-            if not wrong:
-                log.warning(
-                    "replicas twice computed different gradients of one micro-batch, and "
-                    "nothing tells which is wrong",
-                    positions=list(map(list, differing)),
-                )
-        return wrong, bool(self._first)
-
-
-def _wrong_twice(
-    first: Mapping[int, int], differing: Sequence[Mapping[int, int]], axes: Axes
-) -> dict[int, str]:
-    """The members that differ from most replicas in both probes; without a majority, the one that
-    differs from itself. If several of a replica do, any of them may be the cause."""
-    suspects: list[int] = []
-    for now in differing:
-        before = {place: first.get(place, value) for place, value in now.items()}
-        changed = [place for place in now if now[place] != before[place]]
-        odd = _odd(now)
-        suspects += set(odd) & set(_odd(before)) if odd else changed * (len(changed) == 1)
-    replicas = Counter(coordinates(axes, place).dp for place in suspects)
-    return {
-        place: "it computes another gradient of a micro-batch than other replicas, twice"
-        for place in suspects
-        if replicas[coordinates(axes, place).dp] == 1
-    }
-
-
-def _odd(values: Mapping[int, int]) -> list[int]:
-    """The places whose value is not that of more than half of them; none without such a value."""
-    usual = [value for value, num in Counter(values.values()).items() if 2 * num > len(values)]
-    return [place for place, value in values.items() if usual and value != usual[0]]
+            )
+        if repeats:
+            log.warning(
+                "replicas differ in the gradient of a micro-batch: the iteration is done again",
+                iteration=step_version,
+            )
+            return Again()
+        if step_version != NO_STATE:
+            part.history.digests[step_version] = f"{told[0] % 2**64:016x}"
+        return None

@@ -1,17 +1,16 @@
 """The passes of a pipeline in Megatron's own schedule, which the first stage can end early.
 
 docs/ARCHITECTURE.md, "The transition table", says how. Megatron's schedule runs to its end, so that
-all stages complete the passes of exactly the micro-batches before the marker. StopAgreement is also
-for the members of a replica without a pipeline.
+all stages complete the passes of exactly the micro-batches before the marker.
 """
 
+import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
@@ -19,78 +18,34 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from torch import Tensor
 
+from ..communicators.operations import Kind, Operations
 from ..dependencies.private_megatron import StageMessages
-from ..model.trainee import TrainingModel
+from .engine import PADDING, Begin, NotePass, Passes, Sample
 from .losses import Losses
+from .stop_agreement import StopAgreement
+from .trainee import TrainingModel
 
-
-# --- How members that train together agree to stop after the same micro-batch ---
-class StopAgreement:
-    """Whether any of these members must stop.
-
-    The answer to a question is read one micro-batch later. The device has computed it by then, and
-    still has a whole micro-batch to run, so that it never idles. An answer that is read at once
-    would make the host wait until the device has nothing left to do.
-    """
-
-    def __init__(self, group: Any, device: torch.device) -> None:
-        self._group, self._device = group, device
-        self._flag: Tensor | None = None
-        self._is_copied: Any = None
-
-    def ask(self, *, must_stop: bool) -> None:
-        """Begin to ask the members. All of them call it equally often."""
-        flag = torch.full((1,), float(must_stop), device=self._device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
-        if self._device.type != "cuda":
-            self._flag = flag
-            return
-        self._flag = torch.empty(1, dtype=flag.dtype, pin_memory=True)
-        self._flag.copy_(flag, non_blocking=True)
-        self._is_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._is_copied.record()
-
-    def answer(self) -> bool:
-        """The answer to the last question; False before the first. The same on all members."""
-        if self._flag is None:
-            return False
-        if self._is_copied is not None:
-            self._is_copied.synchronize()
-        return bool(self._flag.numpy()[0])
-
-
-# --- Passes ---
-PADDING = -1
-"""A micro-batch without tokens: it adds zeros."""
 MARKER = b"unicron: no more"
 """The first bytes of a marker: finite numbers in every precision. That an activation begins with
 these 128 bits by chance is out of the question."""
 SEND_NEXT = "tensor_send_next"
-MESSAGES = (SEND_NEXT, "tensor_send_prev", "recv_prev", "recv_next")
+SEND_PREVIOUS = "tensor_send_prev"
+KINDS: Mapping[str, Kind] = {
+    SEND_NEXT: "send_next",
+    SEND_PREVIOUS: "send_previous",
+    "recv_prev": "receive_previous",
+    "recv_next": "receive_next",
+}
 """Megatron's arguments for one exchange between stages."""
-Sample = Callable[[int], Any]
-"""A micro-batch by its number: tokens [rows, sequence + 1], or input of a script's `forward`."""
-Note = Callable[[Literal["micro_batch", "forward", "backward", "stage"], int], None]
-"""Called when a micro-batch or a pass of it begins, or when a stage communicates with another."""
-Begin = Callable[[Losses], None]
-"""Called before the last backward, with the losses so far."""
-
-
-class Passes(NamedTuple):
-    """What was run: the first `num_done` of the micro-batches, and their losses. Only one member of
-    the replica, on the last stage, has the losses."""
-
-    num_done: int
-    losses: Losses
 
 
 def run(
     trainee: TrainingModel,
-    groups: Any,
+    operations: Operations,
     iteration: int,
     items: Sequence[int],
     sample: Sample,
-    note: Note,
+    note: NotePass,
     *,
     must_stop: Callable[[], bool] | None = None,
     forward_only: bool = False,
@@ -108,7 +63,7 @@ def run(
     no_sync = [ddp.no_sync for ddp in trainee.ddps]
     config.no_sync_func = no_sync if is_chunked else no_sync[0]
     each = padded(items, axes.pp, axes.chunks)
-    stages = _Stages(trainee, groups, config, note, must_stop)
+    stages = _Stages(trainee, operations, config, note, must_stop)
     losses, last = Losses(), _LastBackward(begin)
     # Megatron chooses it by its globals, and by arguments only since 0.16.
     schedule = (
@@ -127,7 +82,7 @@ def run(
         micro_batch_size=train.batch.micro,
         forward_only=forward_only,
         p2p_communicator=stages,
-        pg_collection=groups,
+        pg_collection=operations.groups,
     )
     num_done = len(items) if stages.stop is None else stages.stop // axes.chunks
     return Passes(min(num_done, len(items)), losses)
@@ -175,21 +130,21 @@ class _Stages(StageMessages):
     def __init__(
         self,
         trainee: TrainingModel,
-        groups: Any,
+        operations: Operations,
         config: Any,
-        note: Note,
+        note: NotePass,
         must_stop: Callable[[], bool] | None,
     ) -> None:
-        super().__init__(groups.pp, config)
+        super().__init__(operations.groups.pp, config)
         self.stop: int | None = None
         """The number of this stage's forward passes before the stop; None: there is no stop."""
-        self._trainee, self._groups, self._note = trainee, groups, note
+        self._trainee, self._operations, self._note = trainee, operations, note
         self._must_stop = must_stop
         self._num_forward = 0
         self._num_chunks = trainee.axes.chunks
         self._group_passes = trainee.axes.pp * self._num_chunks if self._num_chunks > 1 else 1
         """Forward passes of one group on a stage."""
-        self._agreement = StopAgreement(groups.tp, trainee.device)
+        self._agreement = StopAgreement(operations, "tp", trainee.device)
         self._head = _head_of(config.pipeline_dtype)
         self._inputs = deque[Tensor]()
         """Activations received from the previous stage, for the next forward passes."""
@@ -240,14 +195,14 @@ class _Stages(StageMessages):
 
     def _marker(self) -> Tensor:
         """A tensor in the shape of an activation that tells the next stage to stop."""
-        train = self._trainee.train
+        train, groups = self._trainee.train, self._operations.groups
         shape = get_tensor_shapes(
             seq_length=train.model.sequence,
             decoder_seq_length=train.model.sequence,
             micro_batch_size=train.batch.micro,
             config=self.config,
-            tp_group=self._groups.tp,
-            cp_group=self._groups.cp,
+            tp_group=groups.tp,
+            cp_group=groups.cp,
         )[0]
         marker = torch.zeros(shape, dtype=self.config.pipeline_dtype, device=self._trainee.device)
         marker.view(-1)[: len(self._head)] = torch.tensor(self._head, dtype=marker.dtype)
@@ -255,7 +210,7 @@ class _Stages(StageMessages):
 
     def exchange(self, given: dict[str, Any]) -> Any:
         self._note("stage", PADDING)
-        wanted = [name for name in MESSAGES if given[name] is not None and given[name] is not False]
+        wanted = [name for name in KINDS if given[name] is not None and given[name] is not False]
         if self.stop is not None:
             for name in [name for name in wanted if self._is_over(name)]:
                 wanted.remove(name)
@@ -263,10 +218,19 @@ class _Stages(StageMessages):
             if not wanted:
                 return None, None, None if given.get("wait_on_reqs", True) else {}
         self._num_messages.update(wanted)
-        found = super().exchange(given)
+        for name in wanted:
+            self._operations.count("pp", KINDS[name], self._message_bytes(given, name))
+        received = super().exchange(given)
         if "recv_prev" in wanted and not self._is_first:
-            self._inputs.append(found[0])
-        return found
+            self._inputs.append(received[0])
+        return received
+
+    def _message_bytes(self, given: dict[str, Any], name: str) -> int:
+        if name in (SEND_NEXT, SEND_PREVIOUS):
+            sent: Tensor = given[name]
+            return sent.nbytes
+        num_bytes: int = math.prod(given["tensor_shape"]) * self.config.pipeline_dtype.itemsize
+        return num_bytes
 
     def _is_over(self, name: str) -> bool:
         """Whether the next message of this kind belongs to a skipped pass."""
@@ -286,7 +250,7 @@ def _forward(
     stages: _Stages,
     iteration: int,
     sample: Sample,
-    note: Note,
+    note: NotePass,
     losses: Losses,
     last_backward_begins: Callable[[Tensor], None],
     items: Iterator[tuple[int, bool]],

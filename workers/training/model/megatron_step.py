@@ -1,4 +1,4 @@
-"""The step: from the reduced gradients to the next state, the same on every member.
+"""Megatron's step: from the reduced gradients to the next state, the same on every member.
 
 The step is Megatron's own chain of in-place phases, none of which may run twice. So no phase waits
 for another member, and none is interrupted. With a sharded optimizer, `gather` follows, which waits
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..dependencies import private_megatron
-from ..model.optimizers import ranges, scalers, sync_mirror
-from ..model.trainee import TrainingModel
 from ..process.trace import Event
+from .optimizers import ranges, scalers, sync_mirror
+from .trainee import TrainingModel
 
 log = structlog.get_logger()
 
@@ -46,8 +46,8 @@ def step_barrier(trainee: TrainingModel, *, dp: int | None = None) -> Tensor:
 
 def scale_of(optimizer: Any) -> Tensor | None:
     """The loss scale, on the device; None without one."""
-    found = scalers(optimizer)
-    return found[0].scale if found else None
+    each = scalers(optimizer)
+    return each[0].scale if each else None
 
 
 def step(

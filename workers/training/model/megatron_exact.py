@@ -1,4 +1,4 @@
-"""The reduction of exact sums (model/exact_sum.py): integers over all members, then fp32.
+"""The reduction of exact sums (exact_sum.py): integers over all members, then fp32 for Megatron.
 
 The local integers stay as they are: each bucket is reduced in a copy, and the sum of all members is
 written to Megatron's buffers. So nothing must be restored after a failed reduction.
@@ -6,75 +6,28 @@ written to Megatron's buffers. So nothing must be restored after a failed reduct
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..communicators.communicators import Communicators
+from ..communicators.operations import MAX, Operations, Role, Works
 from ..dependencies.private_megatron import set_gathered
-from ..model.exact_sum import ExactSum, largest, power_of_two
-from ..model.optimizers import ranges
-from ..model.trainee import TrainingModel
-from .optimizer_step import is_first_holder
-
-Works = list[Any]
-
-# --- An exact sum of squares, over any partition of the elements ---
-#
-# Each square is cut into two integers, in units that follow from the parameter's largest element.
-# Their sum over all parameters is one large integer in units of 2^-UNIT_BITS, sent in limbs.
-
-SQUARE_BITS = 32
-"""Bits of a square above the point of its first integer; the second has as many below it. The sum
-of 2^30 elements fits into 63 bits."""
-UNIT_BITS = 400
-LIMB_BITS, LIMBS_NUM = 40, 18
-"""The smallest square is 2^-298, the sum of the largest below 2^290."""
+from .engine import Watch
+from .exact_sum import ExactSum, largest
+from .megatron_gradients import Buckets
+from .megatron_step import is_first_holder
+from .optimizers import ranges
+from .step_barrier import SQUARE_BITS, UNIT_BITS, ExactBarrier, limbs_of, square_sums
+from .trainee import TrainingModel
 
 
-class ExactBarrier(NamedTuple):
-    """What a member adds to the step barrier, as integers: parameters with an element above its
-    bound, and with one that is not finite; then the limbs of the sum of squares, and what the
-    members compare (corruption.py)."""
+class MegatronExactGradients(Buckets):
+    """ExactGradients (engine.py): the integers `sums` of a model with Megatron's buffers."""
 
-    num_overflows: int
-    num_not_finite: int
-    limbs: tuple[int, ...] = (0,) * LIMBS_NUM
-    checks: tuple[int, ...] = ()
-
-
-def norm_square_of(limbs: Sequence[int]) -> float:
-    """The exact sum of squares, rounded once."""
-    return sum(limb << (LIMB_BITS * number) for number, limb in enumerate(limbs)) / (1 << UNIT_BITS)
-
-
-def limbs_of(total: int) -> tuple[int, ...]:
-    """A large integer in limbs, of which 2^23 members' can be added up."""
-    return tuple(
-        (total >> (LIMB_BITS * number)) & ((1 << LIMB_BITS) - 1) for number in range(LIMBS_NUM)
-    )
-
-
-def square_sums(values: Tensor, exponent: Tensor) -> Tensor:
-    """The two integers of the sum of squares of these elements, which are below 2^exponent."""
-    squares = values.double().mul_(power_of_two(SQUARE_BITS // 2 - exponent)).square_()
-    whole = squares.round()
-    rest = squares.sub_(whole).mul_(2.0**SQUARE_BITS).round_()
-    return torch.stack((whole.to(torch.int64).sum(), rest.to(torch.int64).sum()))
-
-
-class ExactReduction:
-    """The reduction of the exact sums of `trainee`. It takes the place of GradientBackup."""
-
-    is_kept = True
-
-    def __init__(
-        self, trainee: TrainingModel, sums: ExactSum, communicators: Communicators
-    ) -> None:
-        self._trainee, self._sums, self._communicators = trainee, sums, communicators
+    def __init__(self, trainee: TrainingModel, sums: ExactSum) -> None:
+        super().__init__(trainee)
+        self._trainee, self._sums = trainee, sums
         owned = ranges(trainee.optimizer)
         self._is_scattered = trainee.is_sharded and trainee.mirror is None
         self._number = {id(param): index for index, param in enumerate(sums.params)}
@@ -111,8 +64,12 @@ class ExactReduction:
         self._is_begun = False
         self._next_exponents: Tensor | None = None
 
-    # --- as GradientBackup ---
-    def keep(self, group: Any) -> None:
+    # --- the backup: the integers themselves ---
+    @property
+    def has_backup(self) -> bool:
+        return True
+
+    def keep(self, bucket: int) -> None:
         self._is_begun = True
 
     def drop(self) -> None:
@@ -130,29 +87,38 @@ class ExactReduction:
         return not has_lost
 
     # --- the reduction ---
-    def launch(self, group: Any) -> Works:
-        """Launch the reduction of a bucket group. Returns its works."""
+    def reduce(self, operations: Operations, watch: Watch) -> None:
+        for bucket in range(self.num_buckets):
+            watch.bucket_begins(bucket)
+            for work in self.launch(bucket, operations):
+                work.wait()
+            watch.check()
+            self._finish_bucket(self.groups[bucket])
+            watch.bucket_ends(bucket)
+        self._finish_replica(operations, watch)
+
+    def launch(self, bucket: int, operations: Operations) -> Works:
         works: Works = []
-        members = self._communicators.groups.dp_cp
-        for bucket in group.buckets:
-            at, num = self._buffer_of[id(bucket)], bucket.grad_data.numel()
-            own = self._sums.flat[at][bucket.offset : bucket.offset + num]
+        members = operations.group("dp_cp")
+        for each in self.groups[bucket].buckets:
+            at, num = self._buffer_of[id(each)], each.grad_data.numel()
+            own = self._sums.flat[at][each.offset : each.offset + num]
             reduced = own.clone() if self._trainee.train.kept_sum else own
-            self._reduced[id(bucket)] = reduced
+            self._reduced[id(each)] = reduced
             if self._is_scattered:
                 size = num // members.size()
                 part = reduced[members.rank() * size : (members.rank() + 1) * size]
-                # Its successor in torch 2.13 is not in 2.11.
-                works.append(
-                    dist.reduce_scatter_tensor(  # pyright: ignore[reportDeprecated]
-                        part, reduced, group=members, async_op=True
-                    )
-                )
+                works += operations.start_reduce_scatter(part, reduced, "dp_cp")
             else:
-                works.append(dist.all_reduce(reduced, group=members, async_op=True))
+                works += operations.start_all_reduce(reduced, "dp_cp")
         return works
 
-    def finish(self, group: Any) -> None:
+    def finish(self, operations: Operations, watch: Watch) -> None:
+        for group in self.groups:
+            self._finish_bucket(group)
+        self._finish_replica(operations, watch)
+
+    def _finish_bucket(self, group: Any) -> None:
         """Write the sums of a reduced bucket group to Megatron's buffers, and free the copy."""
         set_gathered(group, is_gathered=False)  # as at the end of Megatron's own reduction
         late = {*self._tied, *self._split}
@@ -167,19 +133,20 @@ class ExactReduction:
                 else:
                     self._write(index, integers)
 
-    def finish_replica(self, embedding_begins: Callable[[], None]) -> None:
+    def _finish_replica(self, operations: Operations, watch: Watch) -> None:
         """Add up what the ranks of a replica share, in integers too: the tied embedding's two uses,
         and norms in sequence parallelism."""
-        groups = self._communicators.groups
         if self._tied:
-            embedding_begins()
-        for indices, group in ((self._tied, groups.embd), (self._split, groups.tp)):
+            watch.tied_begins()
+        shared: tuple[tuple[list[int], Role], ...] = ((self._tied, "embd"), (self._split, "tp"))
+        for indices, role in shared:
             for index in indices:
-                dist.all_reduce(self._late[index], group=group)
+                operations.all_reduce(self._late[index], role)
         for index, integers in self._late.items():
             self._write(index, integers)
         self._late = {}
-        self._agree_on_peaks()
+        self._agree_on_peaks(operations)
+        watch.check()
 
     def _write(self, index: int, integers: Tensor) -> None:
         own = self._own[index]
@@ -187,18 +154,18 @@ class ExactReduction:
             integers[own].double() * self._sums.inverse_scales[index]
         )
 
-    def _agree_on_peaks(self) -> None:
+    def _agree_on_peaks(self, operations: Operations) -> None:
         """Find each parameter's largest elements over the members that have a part of it."""
-        groups = self._communicators.groups
         none = torch.zeros((), device=self._trainee.device)
         peaks = torch.stack([largest(part) if part.numel() else none for part in self._parts()])
         both = torch.stack((self._sums.tops, peaks))
-        for group in (groups.dp_cp, groups.tp):
-            if group.size() > 1:
-                dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+        roles: tuple[Role, ...] = ("dp_cp", "tp")
+        for role in roles:
+            if operations.group(role).size() > 1:
+                operations.all_reduce(both, role, MAX)
         if self._tied and self._sums.dtype == torch.int32:  # each stage has seen one of two uses
             tied = both[:, self._tied]
-            dist.all_reduce(tied, dist.ReduceOp.MAX, group=groups.embd)
+            operations.all_reduce(tied, "embd", MAX)
             both[:, self._tied] = tied
         self._tops, self._peaks = both
 

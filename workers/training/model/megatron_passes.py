@@ -1,32 +1,29 @@
-"""Forward and backward of a replica, into the local gradients of each of its members.
+"""Forward and backward of a replica with Megatron, into the local gradients of each member.
 
 Tensor-parallel members run each micro-batch together; pipeline stages run all micro-batches in
-Megatron's own schedule (pipeline.py). This module waits only for other members of the same replica.
+Megatron's own schedule (megatron_pipeline.py). This waits only for members of the same replica.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 
-from ..model.trainee import TrainingModel
-from . import pipeline
+from ..communicators.operations import Operations
+from . import megatron_pipeline
+from .engine import PADDING, Backward, Begin, NotePass, Passes, Sample
 from .losses import Losses
-from .pipeline import PADDING, Begin, Note, Passes, Sample
-
-Backward = Callable[[], AbstractContextManager[None]]
-"""The context of the backward of a micro-batch, outside a pipeline."""
+from .trainee import TrainingModel
 
 
 def run(
     trainee: TrainingModel,
-    groups: Any,
+    operations: Operations,
     iteration: int,
     items: Sequence[int],
     sample: Sample,
-    note: Note,
+    note: NotePass,
     *,
     must_stop: Callable[[], bool] | None = None,
     forward_only: bool = False,
@@ -42,9 +39,9 @@ def run(
     if begin is not None and trainee.at.tp:
         begin = partial(_begin_without_losses, begin)
     if trainee.axes.pp > 1:
-        done = pipeline.run(
+        done = megatron_pipeline.run(
             trainee,
-            groups,
+            operations,
             iteration,
             items,
             sample,
@@ -76,14 +73,22 @@ def _begin_without_losses(begin: Begin, losses: Losses) -> None:
     begin(Losses())
 
 
-def evaluate(trainee: TrainingModel, groups: Any, items: Sequence[int], sample: Sample) -> Losses:
+def evaluate(
+    trainee: TrainingModel, operations: Operations, items: Sequence[int], sample: Sample
+) -> Losses:
     """Run batches without gradients, with the model in evaluation mode."""
     for ddp in trainee.ddps:
         ddp.eval()
     try:
         with torch.no_grad():
             return run(
-                trainee, groups, PADDING, items, sample, lambda event, item: None, forward_only=True
+                trainee,
+                operations,
+                PADDING,
+                items,
+                sample,
+                lambda event, item: None,
+                forward_only=True,
             ).losses
     finally:
         for ddp in trainee.ddps:
@@ -95,7 +100,7 @@ def _whole(
     iteration: int,
     item: int,
     sample: Sample,
-    note: Note,
+    note: NotePass,
     losses: Losses,
     *,
     forward_only: bool,

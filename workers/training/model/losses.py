@@ -1,6 +1,6 @@
 """The losses of complete micro-batches. They stay on the device: to read one makes the host wait.
 
-The sums of all members are read once in an iteration, together (gradient_reduction.py).
+The sums of all members are read once in an iteration, together (step/stats.py).
 """
 
 from __future__ import annotations
