@@ -47,8 +47,8 @@ class Trace(trace.Trace):
         super().__init__(rank)
         self._folder = Path(folder, f"steps-{rank}")
 
-    def watch(self, trainee: Any, note: trace.Note) -> None:
-        record(trainee, self._folder)
+    def watch(self, engine: Any, note: trace.Note) -> None:
+        record(engine.trainee, self._folder)
 
 
 def install(folder: Path) -> None:

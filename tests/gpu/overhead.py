@@ -47,7 +47,7 @@ def check(folder: Path, device: str) -> list[Row]:
         sequence=given["sequence"],
     )
     driver = RestartOnlyDriver(work, {})
-    stock = StockLoop(loop, driver.iteration.trainee.device, driver.communicators, given)
+    stock = StockLoop(loop, driver.iteration.engine.trainee.device, driver.communicators, given)
     at = iter(range(ITERATIONS))
 
     def run_ours() -> None:
@@ -67,7 +67,7 @@ def check(folder: Path, device: str) -> list[Row]:
     assert driver.iteration.step_version == ITERATIONS
     gap = abs(driver.iteration.history.last[0] - stock.history.last[0])
     assert gap < 1e-3 * stock.history.last[0], f"the losses differ by {gap}"
-    driver.communicators.down([*driver.iteration.trainee.roots, *stock.trainee.roots])
+    driver.communicators.down([*driver.iteration.engine.trainee.roots, *stock.trainee.roots])
     return _rows(pairs)
 
 
