@@ -245,7 +245,7 @@ class PlainEngine:
         self,
         num_tokens: float,
         side_sums: SideSums,
-        note: Callable[..., None],
+        note: Note,
         *,
         norm_square: float | None = None,
         found_inf: bool = False,

@@ -238,7 +238,8 @@ class Engine(Protocol):
 
     # --- the step ---
     def watch(self, note: Note) -> None:
-        """Tell `note` of the phases of reduction and step from now on. Called once."""
+        """Tell `note` of the phases inside `step` from now on, which are for traces. Called once,
+        before anything else."""
 
     def divisor(self, num_tokens: float) -> float:
         """The divisor of the loss sum of all micro-batches, with `num_tokens` tokens in all."""
@@ -252,14 +253,15 @@ class Engine(Protocol):
     def step_barrier(self, *, dp: int | None = None) -> Tensor:
         """What this member adds to the step barrier: [2] in fp64 on the device, its part of the
         squared norm of the reduced gradients, and whether one is not finite. Of all members, each
-        element of the model counts once. `dp`: as if it had that data-parallel rank."""
+        element of the model counts once. `dp`: as if it had that data-parallel rank. Not called
+        if `is_plain`."""
         ...
 
     def step(
         self,
         num_tokens: float,
         side_sums: SideSums,
-        note: Callable[..., None],
+        note: Note,
         *,
         norm_square: float | None = None,
         found_inf: bool = False,

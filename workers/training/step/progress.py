@@ -47,7 +47,8 @@ class IterationState(Struct):
     @property
     def todo(self) -> list[int]:
         """The micro-batches that it must still run."""
-        return [item for item in self.owned if item not in self.done]
+        done = frozenset(self.done)
+        return [item for item in self.owned if item not in done]
 
 
 # --- what happens ---
