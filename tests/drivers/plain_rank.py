@@ -1,55 +1,58 @@
 """A rank that trains PlainEngine: the life of a Member (member.py) with the real iteration, orders,
 communicators and settlement, and with a state that the first holder sends to all.
 
-`python plain_rank.py --fd N`, as an agent starts a rank. It writes its losses and parameters to
+`PATCH` makes a forked rank (nursery.py) one of these. It writes its losses and parameters to
 `train.output`/<rank>.pt at the end.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
+import plain_engine
+import torch
+from unicron.events.decoding import from_msgpack
+from unicron.events.records import reports
+from unicron.events.records.orders import Quiesce, Reconfigure, Resume, StartRank
+from unicron.events.spec.model import Axes
+from unicron.workers.ipc.progress_page import ProgressWriter
 from unicron.workers.training import rank
+from unicron.workers.training.communicators.communicators import Communicators
+from unicron.workers.training.model import cpu_device
+from unicron.workers.training.process.control_thread import Control
+from unicron.workers.training.process.exit_report import exit_process
+from unicron.workers.training.process.history import History
+from unicron.workers.training.process.trace import trace_of
+from unicron.workers.training.recovery.peers import World
+from unicron.workers.training.recovery.settlement import settle
+from unicron.workers.training.recovery.state_sources import Claim
+from unicron.workers.training.step.iteration import Iteration
+from unicron.workers.training.step.results import Failed, Outcome, Stepped
 
-control, start, exit_reporter = rank.connect_agent(int(sys.argv[sys.argv.index("--fd") + 1]))
-rank.preload()
-
-import plain_engine  # noqa: E402
-import torch  # noqa: E402
-from unicron.events.decoding import from_msgpack  # noqa: E402
-from unicron.events.records import reports  # noqa: E402
-from unicron.events.records.orders import Quiesce, Reconfigure, Resume  # noqa: E402
-from unicron.events.spec.model import Axes  # noqa: E402
-from unicron.workers.ipc.progress_page import ProgressWriter  # noqa: E402
-from unicron.workers.training.communicators.communicators import Communicators  # noqa: E402
-from unicron.workers.training.model import cpu_device  # noqa: E402
-from unicron.workers.training.process.exit_report import exit_process  # noqa: E402
-from unicron.workers.training.process.history import History  # noqa: E402
-from unicron.workers.training.process.trace import trace_of  # noqa: E402
-from unicron.workers.training.recovery.peers import World  # noqa: E402
-from unicron.workers.training.recovery.settlement import settle  # noqa: E402
-from unicron.workers.training.recovery.state_sources import Claim  # noqa: E402
-from unicron.workers.training.step.iteration import Iteration  # noqa: E402
-from unicron.workers.training.step.results import Failed, Outcome, Stepped  # noqa: E402
-
-IDS = {"task": start.task, "rank": start.rank, "attempt": start.attempt}
-assert start.spec.train is not None
-TRAIN = start.spec.train
+PATCH = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import plain_rank
+plain_rank.run_rank(fd)
+"""
 
 
 class PlainMember:
     """One rank; `generation` and `step_version` as of Member."""
 
-    def __init__(self) -> None:
+    def __init__(self, control: Control, start: StartRank) -> None:
+        assert start.spec.train is not None
+        self._control, self._start, self._train_spec = control, start, start.spec.train
+        self._ids = {"task": start.task, "rank": start.rank, "attempt": start.attempt}
         self.generation = 0
         self._is_joined = False
         self._communicators = Communicators("127.0.0.1", cpu_device.prepare_device())
         folder = os.environ["UNICRON_TRACE_DIR"]
         self._iteration = Iteration(
-            plain_engine.PlainEngine(TRAIN, Axes(), 0),
+            plain_engine.PlainEngine(self._train_spec, Axes(), 0),
             control,
             self._communicators,
             plain_engine.Rows(),
@@ -65,9 +68,9 @@ class PlainMember:
 
     def run(self) -> None:
         endpoint = self._communicators.endpoint
-        control.tell(
+        self._control.tell(
             reports.RankReady(
-                **IDS,
+                **self._ids,
                 endpoint=endpoint,
                 num_params=1,
                 state_bytes=1,
@@ -76,7 +79,7 @@ class PlainMember:
             )
         )
         while True:
-            match control.next_order():
+            match self._control.next_order():
                 case Reconfigure() as order if order.generation > self.generation:
                     self._join(order)
                 case Resume() as order if self._is_joined and order.generation == self.generation:
@@ -90,25 +93,25 @@ class PlainMember:
 
     def _join(self, order: Reconfigure) -> None:
         self.generation, num = order.generation, len(order.members)
-        place = [member.rank for member in order.members].index(start.rank)
+        place = [member.rank for member in order.members].index(self._start.rank)
         axes, part = Axes(dp=num), self._part
         part.engine.axes, part.engine.place = axes, place
-        with control.waiting_for_others(order.generation, self._communicators.interrupt):
+        with self._control.waiting_for_others(order.generation, self._communicators.interrupt):
             news = self._communicators.meet(
                 order.generation, place, num, order.store, msgspec.msgpack.encode(part.claim())
             )
             self._communicators.up(axes)
             claims = [from_msgpack(each, Claim) for each in news]
-            settlement = settle(claims, TRAIN.num_micro_batches, axes)
+            settlement = settle(claims, self._train_spec.num_micro_batches, axes)
             share = settlement.shares[place]
             part.finish_step(settlement, share)
             step_version = max(settlement.step_version, 0)
             source = self._receive(step_version, place) if settlement.step_version > 0 else place
             part.take(step_version, share, order.generation, begun=settlement.begun)
         self._is_joined = True
-        control.tell(
+        self._control.tell(
             reports.Reconfigured(
-                **IDS,
+                **self._ids,
                 generation=order.generation,
                 step_version=step_version,
                 kept_micro_batches=share.kept,
@@ -143,7 +146,7 @@ class PlainMember:
     def _train(self) -> bool:
         """Train until an order to stop, a failure or the end. Returns True at the end."""
         outcome: Outcome = Stepped()
-        while outcome.goes_on and self.step_version < TRAIN.iterations:
+        while outcome.goes_on and self.step_version < self._train_spec.iterations:
             outcome = self._iteration.run()
         if outcome.goes_on:
             outcome = self._iteration.beside.meet()
@@ -152,9 +155,9 @@ class PlainMember:
             self._finish()
             return True
         if isinstance(outcome, Failed):
-            control.tell(
+            self._control.tell(
                 reports.CollectiveFailed(
-                    **IDS,
+                    **self._ids,
                     generation=self.generation,
                     iteration=self.step_version,
                     error=outcome.why,
@@ -165,12 +168,12 @@ class PlainMember:
 
     def _finish(self) -> None:
         params = [param.detach() for param in self._part.engine.module.parameters()]
-        folder = Path(TRAIN.output)
+        folder = Path(self._train_spec.output)
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save([self._part.history.losses, params], folder / f"{start.rank}.pt")
-        control.tell(
+        torch.save([self._part.history.losses, params], folder / f"{self._start.rank}.pt")
+        self._control.tell(
             reports.RankFinished(
-                **IDS,
+                **self._ids,
                 generation=self.generation,
                 step_version=self.step_version,
                 forward_calls=self._iteration.notes.forward_calls,
@@ -181,10 +184,10 @@ class PlainMember:
         if self._is_joined:
             self._is_joined = False
             self._communicators.down(())
-        control.discard_orders(self.generation)
-        control.tell(
+        self._control.discard_orders(self.generation)
+        self._control.tell(
             reports.Quiesced(
-                **IDS,
+                **self._ids,
                 generation=self.generation,
                 step_version=self.step_version,
                 micro_batches=self._part.kept,
@@ -194,7 +197,10 @@ class PlainMember:
         )
 
 
-member = PlainMember()
-exit_reporter.member = member
-member.run()
-exit_process(control, 0)
+def run_rank(fd: int) -> NoReturn:
+    """Run a rank for the agent at socket `fd`."""
+    control, start, exit_reporter = rank.connect_agent(fd)
+    member = PlainMember(control, start)
+    exit_reporter.member = member
+    member.run()
+    exit_process(control, 0)

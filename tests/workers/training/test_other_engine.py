@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import plain_engine
+import plain_rank
 import pytest
 import torch
 from rank_driver import Drive, Driver
@@ -15,7 +15,6 @@ from unicron.events.records import reports as r
 from unicron.events.spec.job import Train
 
 STRUCK, ITERATIONS, RANKS = 3, 7, [0, 1, 2]
-RANK = [sys.executable, str(Path(plain_engine.__file__).with_name("plain_rank.py"))]
 TOLERANCE = 1e-5
 """Other orders of addition in fp32 differ by less; a micro-batch too many or too few by more."""
 
@@ -24,7 +23,7 @@ TOLERANCE = 1e-5
 def three(drive: Drive, request: pytest.FixtureRequest) -> Driver:
     """Three ranks of the plain engine, whose reduction overlaps or not."""
     driver = drive(iterations=ITERATIONS, overlap=request.param, optimizer={"lr": 1e-2})
-    driver.by = RANK
+    driver.patch = plain_rank.PATCH
     driver.start(*RANKS)
     return driver
 
