@@ -41,9 +41,11 @@ class Member:
     """One member with the plain engine, in a world of its own; `agent` is the other end of the pipe
     of its orders."""
 
-    def __init__(self, control: Orders, agent: socket.socket | None = None) -> None:
+    def __init__(
+        self, control: Orders, agent: socket.socket | None = None, *, overlap: bool = False
+    ) -> None:
         self.agent = agent
-        train = small_spec("unused", iterations=3).train
+        train = small_spec("unused", iterations=3, overlap=overlap).train
         assert train is not None
         self.communicators = Communicators("127.0.0.1", torch.device("cpu"))
         self.communicators.meet(1, 0, 1, self.communicators.endpoint, b"")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from unicron.events.spec.job import Train
 from unicron.events.spec.model import Axes
-from unicron.events.spec.parallelism import Coordinates, coordinates, is_fully_replicated
+from unicron.events.spec.parallelism import coordinates
 from unicron.workers.training.communicators.operations import Operations, Works
 from unicron.workers.training.model.engine import (
     Backward,
@@ -173,14 +173,6 @@ class PlainEngine:
         self.shards: dict[Any, Tensor] = {}
 
     @property
-    def at(self) -> Coordinates:
-        return coordinates(self.axes, self.place)
-
-    @property
-    def is_plain(self) -> bool:
-        return is_fully_replicated(self.axes, self.train.parallel)
-
-    @property
     def has_gradients(self) -> bool:
         return bool(self.gradients.flat)
 
@@ -233,12 +225,17 @@ class PlainEngine:
     def watch(self, note: Note) -> None:
         return
 
+    def rejection(self, error: str) -> str | None:
+        return None
+
     def divisor(self, num_tokens: float) -> float:
         return max(num_tokens, 1.0)
 
     def step_barrier(self, *, dp: int | None = None) -> Tensor:
         whole = torch.cat(self.gradients.flat).double()
-        own = whole.square().sum() * (not (self.at.dp if dp is None else dp))
+        own = whole.square().sum() * (
+            not (coordinates(self.axes, self.place).dp if dp is None else dp)
+        )
         return torch.stack((own, (~whole.isfinite().all()).double()))
 
     def step(

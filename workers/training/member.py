@@ -247,8 +247,10 @@ class Member:
         except Interrupted:
             why = "stopped before it began"
         except (RuntimeError, *ABORTED) as error:
-            if is_cuda_error(error) or (
-                isinstance(error, ABORTED) and not self.communicators.woken
+            if (
+                is_cuda_error(error)
+                or self.iteration.part.state.phase == "stepping"
+                or (isinstance(error, ABORTED) and not self.communicators.woken)
             ):
                 raise
             why = f"{type(error).__name__}: {error}".strip()

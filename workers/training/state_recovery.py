@@ -149,7 +149,8 @@ class StateRecovery:
             if numbers is None and step_version and is_new:
                 # An abandoned pass holds this member's model.
                 numbers = self._copy_state(trainee, step_version)
-            if not self._communicators.woken:
+            # What was received may be in the model already, which then has another step version.
+            if numbers is not None or not self._communicators.woken:
                 self._set_state(trainee, numbers, step_version)
         finally:
             if trainee not in (self._trainee, self._staged):

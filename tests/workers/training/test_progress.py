@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -15,7 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 from interrupted_member import KINDS, Member
+from unicron.events.spec.model import Axes
 from unicron.workers.training.process.orders import NoOrders
+from unicron.workers.training.recovery.settlement import MemberAssignment, Settlement
 from unicron.workers.training.step import progress
 from unicron.workers.training.step.progress import (
     PHASES,
@@ -47,6 +50,7 @@ HAPPENINGS: some.SearchStrategy[Any] = some.one_of(
     some.builds(BarrierEntered),
     some.builds(progress.Overflowed),
     some.builds(progress.Differed),
+    some.builds(progress.StepBegan),
     some.builds(progress.StepTaken, some.sampled_from([(), (1.0, 0.0, 0.0)])),
     some.builds(progress.Assigned, ITEMS, NUMBERS),
     some.builds(Interrupted, some.booleans()),
@@ -70,7 +74,7 @@ def check_state(state: IterationState) -> None:
     """What is true of every state that the table leads to."""
     if state.phase == "assigned":
         assert not state.done, "micro-batches of an iteration that has not begun"
-    if state.phase in ("reducing", "reduced", "ready"):
+    if state.phase in ("reducing", "reduced", "ready", "stepping"):
         assert not state.todo, "a reduction without some of its own micro-batches"
 
 
@@ -162,8 +166,8 @@ def test_an_interruption_in_a_phase(
 
 
 @pytest.fixture
-def member() -> Iterator[Member]:
-    made = Member(NoOrders())
+def member(request: pytest.FixtureRequest) -> Iterator[Member]:
+    made = Member(NoOrders(), overlap=getattr(request, "param", False))
     yield made
     made.close()
 
@@ -199,3 +203,42 @@ def test_a_ready_member_that_does_not_step_has_its_local_sum_again(
         (lambda pair: bool(pair[0].equal(pair[1]))) if is_kept else (lambda pair: not pair[0].any())
     )
     assert all(check(pair) for pair in zip(own_sum, local, strict=True))
+
+
+def test_a_step_that_raises_leaves_a_state_of_which_nothing_is_claimed(member: Member) -> None:
+    """The gradients may be divided, and parameters stepped: so the process ends (Member._join)."""
+    member.advance_to("ready")
+    optimizer = member.part.engine.optimizer
+
+    def out_of_memory() -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    optimizer.register_step_pre_hook(lambda *_: out_of_memory())
+    settlement = Settlement(step_version=1, begun=False, shares=(), gate=(1.0, 0.0, 0.0))
+    share = MemberAssignment(kept=(), todo=(0, 1), dealt=(), steps=True)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        member.part.finish_step(settlement, share)
+    assert member.part.state.phase == "stepping"
+    for again in (
+        lambda: member.part.take(0, share, 2, begun=True),
+        lambda: member.part.reset_to(1),
+        lambda: member.part.finish_step(settlement, share),
+    ):
+        with pytest.raises(IllegalStep):
+            again()
+
+
+@pytest.mark.parametrize("member", [True], indirect=True, ids=["overlapped"])
+def test_an_abandoned_pass_starts_no_reduction_in_the_next_generation(member: Member) -> None:
+    """It comes to its last backward when the member trains in another generation."""
+    member.part.begin(1)
+    passes, sum_ = member.iteration.passes, member.part.sum
+    before = member.part.collectives.operations
+    run = partial(passes.unit, (0,), sum_, before, None, is_last=True, is_probe=False)
+    member.communicators.down(())
+    member.communicators.meet(2, 0, 1, member.communicators.endpoint, b"")
+    member.communicators.up(Axes())
+    assert member.part.collectives.operations is not before
+    with pytest.raises(RuntimeError, match="the generation ended meanwhile"):
+        run()
+    assert not member.part.collectives.operations.started

@@ -289,8 +289,8 @@ class Communicators:
         self.on_groups(None)
         if self._operations is not None:
             self._handles.take(roots, process_groups.by_role(self.groups))
-            vars(self.groups).clear()
             self._operations.close()
+            vars(self.groups).clear()
             self._operations = None
         private_megatron.clear_globals()
         if self.is_up:

@@ -2,6 +2,8 @@
 
 `Engine` is the seam for another library: step/ knows nothing else of a model. Megatron's DDP is the
 first engine (megatron_engine.py); tests/drivers/plain_engine.py is a small one over torch alone.
+The step is not all: state recovery and checkpoints still ask Megatron's TrainingModel
+(state_recovery.py, checkpoint/), and another library brings its own.
 
 A member that dies leaves the others in the middle of an operation. So each method says what it may
 be called after, whether it may be repeated, and what the members call together. What they call
@@ -20,7 +22,6 @@ from torch import Tensor
 
 from ....events.spec.job import Train
 from ....events.spec.model import Axes
-from ....events.spec.parallelism import Coordinates
 from ..communicators.operations import Operations, Works
 from ..process.trace import Note
 from .exact_sum import ExactSum
@@ -77,16 +78,19 @@ class Gradients(Protocol):
 
     @property
     def has_backup(self) -> bool:
-        """Whether `keep` makes a copy. If not, the local sum is lost by a failed reduction."""
+        """Whether the local sum can be restored. If not, a failed reduction loses it, and its
+        micro-batches run again."""
         ...
 
     # --- the backup ---
     def keep(self, bucket: int) -> None:
-        """This bucket is about to be reduced: copy it. Not after its reduction has begun."""
+        """This bucket is about to be reduced: copy it if there is a backup, and note that it was
+        begun. Not after its reduction has begun."""
 
     def restore(self) -> bool:
         """The reduction failed, or does not count: make the local sum what it was. False: it is
-        lost. A late write into the reduced memory must not reach it: the copy takes its place."""
+        lost, for a bucket was begun without a backup. A late write into the reduced memory must not
+        reach the local sum: the copy takes its place. Repeatable, as `drop` and `free` are."""
         ...
 
     def drop(self) -> None:
@@ -129,8 +133,8 @@ class ExactGradients(Gradients, Protocol):
         ...
 
     def stepped(self) -> None:
-        """The optimizer has stepped with this gradient: take the exponents of the next iteration,
-        which `barrier` has computed."""
+        """The iteration counts with this gradient: take the exponents of the next one, which
+        `barrier` has computed."""
 
 
 class Engine(Protocol):
@@ -147,7 +151,8 @@ class Engine(Protocol):
 
     @property
     def axes(self) -> Axes:
-        """The layout for which it is built. Its data-parallel size may change later."""
+        """The layout for which it is built. With a new generation its data-parallel size and
+        `place` may change, while the part of the model stays."""
         ...
 
     @property
@@ -156,17 +161,8 @@ class Engine(Protocol):
         ...
 
     @property
-    def at(self) -> Coordinates: ...
-
-    @property
     def replica_size(self) -> int:
         """The members that train each micro-batch together."""
-        ...
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is a whole replica with the whole optimizer. It then steps without the step
-        barrier: its reduced gradient is all that a step needs."""
         ...
 
     @property
@@ -180,7 +176,8 @@ class Engine(Protocol):
 
     @property
     def exact(self) -> ExactSum | None:
-        """The integers, with `reproducible: bitwise`; `exact_gradients` then reduces them."""
+        """The integers, with `reproducible: bitwise`. `exact_gradients` reduces them, and is the
+        same object as `gradients`."""
         ...
 
     @property
@@ -241,6 +238,11 @@ class Engine(Protocol):
         """Tell `note` of the phases inside `step` from now on, which are for traces. Called once,
         before anything else."""
 
+    def rejection(self, error: str) -> str | None:
+        """What of a loss or a gradient a check of the library's own refuses, if `error` says that;
+        None: it is another error."""
+        ...
+
     def divisor(self, num_tokens: float) -> float:
         """The divisor of the loss sum of all micro-batches, with `num_tokens` tokens in all."""
         ...
@@ -253,8 +255,9 @@ class Engine(Protocol):
     def step_barrier(self, *, dp: int | None = None) -> Tensor:
         """What this member adds to the step barrier: [2] in fp64 on the device, its part of the
         squared norm of the reduced gradients, and whether one is not finite. Of all members, each
-        element of the model counts once. `dp`: as if it had that data-parallel rank. Not called
-        if `is_plain`."""
+        element of the model counts once. `dp`: as if it had that data-parallel rank. Repeatable.
+        Not called for a whole replica with the whole optimizer: its reduced gradient is all that a
+        step needs."""
         ...
 
     def step(
@@ -271,8 +274,10 @@ class Engine(Protocol):
         """From the reduced gradients to the next state, the same on every member: divide by the
         divisor, clip, step optimizer and schedule. Returns the norm of the gradient; None: the
         optimizer has not stepped. It waits for no other member, nothing interrupts it, and it is
-        never repeated. `norm_square` and `found_inf` are of all members, and `scale` is the loss
-        scale, if the step barrier has been passed. With `skips` the iteration only counts."""
+        never repeated; an error ends the process. `norm_square` and `found_inf` are of all members,
+        if they have entered the step barrier, and `scale` is the loss scale, if this one has passed
+        it. With `skips` the optimizer does not step; router biases do. Afterwards `is_gathered` is
+        False if parameters are stepped elsewhere."""
         ...
 
     # --- the gather ---

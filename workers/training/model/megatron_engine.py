@@ -4,6 +4,7 @@ What DDP, its flat buffers and its buckets are like inside is known to the files
 those that build such a model, and to no other.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from ....events.spec.job import Train
 from ....events.spec.model import Axes
-from ....events.spec.parallelism import Coordinates
 from ..communicators.operations import Operations, Works
 from ..dependencies import private_megatron
 from ..process.trace import Note
@@ -25,6 +25,9 @@ from .megatron_hooks import watch_step
 from .optimizers import parts
 from .trainee import TrainingModel
 from .training_state import MOMENTS, OF_OPTIMIZER
+
+REJECTED = re.compile(r"Unexpected result (\S+) \(message='(.*?)'\)")
+"""What Megatron raises for a loss or a gradient that is not finite, if it is asked to check."""
 
 
 class MegatronEngine:
@@ -56,16 +59,8 @@ class MegatronEngine:
         return self.trainee.place
 
     @property
-    def at(self) -> Coordinates:
-        return self.trainee.at
-
-    @property
     def replica_size(self) -> int:
         return self.trainee.replica_size
-
-    @property
-    def is_plain(self) -> bool:
-        return self.trainee.is_plain
 
     @property
     def is_sharded(self) -> bool:
@@ -139,6 +134,10 @@ class MegatronEngine:
     # --- the step ---
     def watch(self, note: Note) -> None:
         watch_step(self.trainee.optimizer, note)
+
+    def rejection(self, error: str) -> str | None:
+        rejected = REJECTED.search(error)
+        return None if rejected is None else f"{rejected[2]}: {rejected[1]}"
 
     def divisor(self, num_tokens: float) -> float:
         return self.trainee.divisor(num_tokens)

@@ -1,7 +1,7 @@
 """The reduction of exact sums (exact_sum.py): integers over all members, then fp32 for Megatron.
 
-The local integers stay as they are: each bucket is reduced in a copy, and the sum of all members is
-written to Megatron's buffers. So nothing must be restored after a failed reduction.
+Each bucket is reduced in a copy, and the sum of all members is written to Megatron's buffers: the
+local integers are their own backup. Without `train.kept_sum` they are reduced in place.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class MegatronExactGradients(Buckets):
     # --- the backup: the integers themselves ---
     @property
     def has_backup(self) -> bool:
-        return True
+        return self._trainee.train.kept_sum
 
     def keep(self, bucket: int) -> None:
         self._is_begun = True

@@ -15,8 +15,8 @@ from .state_sources import Claim, HeldState, StateHolders, find_state
 
 class MemberAssignment(Struct, frozen=True, kw_only=True):
     """The micro-batches that a member keeps (`kept`), that it will run (`todo`), and the part of
-    `todo` that lost members had (`dealt`). With `staged` it first activates its staged state; with
-    `steps` it first takes the step for which it is ready."""
+    `todo` that no member goes on with (`dealt`). With `staged` it first activates its staged state;
+    with `steps` it first takes the step for which it is ready."""
 
     kept: tuple[int, ...]
     todo: tuple[int, ...]

@@ -25,7 +25,7 @@ class AtOnce(BackedSum):
         super().__init__(engine, collectives, note)
         self._marks = marks
 
-    def begin(self, mine: Stats, losses: Losses) -> None:
+    def begin(self, operations: Operations, mine: Stats, losses: Losses) -> None:
         return
 
     @contextmanager
@@ -42,12 +42,15 @@ class AtOnce(BackedSum):
         watch = ReductionWatch(self.note, self.collectives.activity_check())
         own = stats.own_values(self.engine, mine, losses, stops=self.collectives.stops())
         result = self.collectives.run(
-            partial(self._reduce, own, self.collectives.operations, watch)
+            partial(self._reduce, mine, own, self.collectives.operations, watch),
+            holds_model=self.may_write_late,
         )
         self.num_complete = watch.num_complete
         return result
 
-    def _reduce(self, own: Tensor, operations: Operations, watch: ReductionWatch) -> Sum:
+    def _reduce(
+        self, mine: Stats, own: Tensor, operations: Operations, watch: ReductionWatch
+    ) -> Sum:
         """Exchange the stats, then reduce. After an abandoned wait this could still change
         gradients that count: so it checks before each phase that its generation is active."""
         wait_until_computed(self.engine.device)
@@ -56,9 +59,9 @@ class AtOnce(BackedSum):
         operations.all_reduce(own)
         told = stats.read(own.tolist())
         self._marks.stats_received()
+        watch.check()
         if not self.gradients.has_backup:
             keep_all(self.gradients)  # the local gradients are lost from here on, not before
-        watch.check()
         self.gradients.reduce(operations, watch)
         watch.check()
         side_sums = self.engine.side_sums(operations)
@@ -67,4 +70,4 @@ class AtOnce(BackedSum):
             torch.cuda.synchronize()
         watch.check()
         self.note("reduced")
-        return Sum(told, side_sums)
+        return Sum(told, mine, side_sums)

@@ -6,7 +6,8 @@ from .stats import Stats
 
 
 class Checkpoints(Protocol):
-    """Asked by the training thread, between two collectives. No method waits for other members."""
+    """Asked by the training thread, and by the thread of a pass for which it waits. No method waits
+    for other members."""
 
     def copy_status(self) -> tuple[float, float]:
         """This member's `num_sending` and `num_unstored` (Stats)."""
@@ -26,7 +27,7 @@ class Checkpoints(Protocol):
 
     def keep_last(self, stats: Stats) -> None:
         """The next step will make a finite state NaN or infinite, as the loss says. Called on all
-        members."""
+        members that take it in their iteration, not on those that take it after a fault."""
 
 
 class NoCheckpoints:

@@ -1,7 +1,7 @@
 """The exact sum: the integers of all members are added up, at once or overlapped.
 
-Their sum is the same bits for any assignment of micro-batches (model/exact_sum.py). The local
-integers stay as they are, and what the step barrier adds up is exact as well.
+Their sum is the same bits for any assignment of micro-batches (model/exact_sum.py). What the step
+barrier adds up is exact as well.
 """
 
 from contextlib import AbstractContextManager
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ....events.spec.model import Axes
+from ..communicators.operations import Operations
 from ..model.engine import Engine, ExactGradients
 from ..model.losses import Losses
 from ..model.step_barrier import LIMBS_NUM, ExactBarrier, StepBarrier, norm_square_of
@@ -39,8 +40,8 @@ class Exact:
     def num_complete(self) -> int:
         return self._way.num_complete
 
-    def begin(self, mine: Stats, losses: Losses) -> None:
-        self._way.begin(mine, losses)
+    def begin(self, operations: Operations, mine: Stats, losses: Losses) -> None:
+        self._way.begin(operations, mine, losses)
 
     def backward(self, *, is_last: bool) -> AbstractContextManager[None]:
         return self._way.backward(is_last=is_last)

@@ -38,9 +38,9 @@ from .progress import (
     ReductionBegan,
 )
 from .repeatability import RepeatabilityTest
-from .results import Again, Done, Ended, Failed, Outcome
+from .results import Again, Done, Ended, Failed, Outcome, Stepped
 from .stats import Stats
-from .sums import PassedBarrier
+from .sums import PassedBarrier, Sum
 
 log = structlog.get_logger()
 
@@ -89,7 +89,7 @@ class Iteration(Generic[E]):
     # --- from its beginning to its end ---
     def run(self) -> Outcome:
         """Run this iteration to its end with the members of the current generation. Raises
-        UsageError if Megatron rejects a loss or a gradient of this member."""
+        UsageError if the engine rejects a loss or a gradient of this member."""
         try:
             outcome = self._run()
         except RuntimeError as error:
@@ -150,43 +150,31 @@ class Iteration(Generic[E]):
         return ended
 
     def _reduce_and_step(self, *, is_checked: bool) -> Outcome | Again:
-        """Reduce and step, and assign the micro-batches of the next iteration."""
-        part, mine = self.part, self.passes.own_stats()
-        ended = self._reduce(mine)
-        if ended is not None:
-            return ended
-        assert part.reduced is not None
-        told = part.reduced.stats
+        """Reduce, pass the step barrier, step. Again: no member steps."""
+        part = self.part
+        reduced = self._reduce()
+        if not isinstance(reduced, Sum):
+            return reduced
         passed: PassedBarrier | None = None
         if part.sum.needs_barrier(self.engine.axes):
             entered = self._pass_barrier(is_checked=is_checked)
             if not isinstance(entered, PassedBarrier):
                 return entered
             passed = entered
-        else:
-            part.sum.done()
-        if spoils_state(part, told):
-            part.checkpoints.keep_last(told)
+        if spoils_state(part, reduced.stats):
+            part.checkpoints.keep_last(reduced.stats)
         if passed is None:
             part.step()
         else:
             part.step(passed.gate, passed.scale)
-        axes = self._communicators.axes
-        dp = coordinates(axes, self._communicators.place).dp
-        owned = assign_micro_batches(self.engine.train.num_micro_batches, axes.dp, dp)
-        part.happened(Assigned(owned, self._communicators.generation))
-        if not self.engine.is_gathered and not self._may_gather_later(told):
-            ended = gather(part)
-            if ended is not None:
-                return ended
-        self.notes.marks.pulse.finish()
-        return stepped(told, mine)
+        self._assign_next()
+        return self._end(reduced)
 
-    def _reduce(self, mine: Stats) -> Ended | None:
-        """Add up the gradients of all members. None: this member has the sum."""
+    def _reduce(self) -> Sum | Ended:
+        """Add up the gradients of all members."""
         part = self.part
         part.happened(ReductionBegan())
-        result = part.sum.run(mine, part.losses)
+        result = part.sum.run(self.passes.own_stats(), part.losses)
         if not isinstance(result, Done):
             is_kept = part.sum.undo()
             raise_if_rejected(part, result.why)
@@ -195,7 +183,7 @@ class Iteration(Generic[E]):
         part.happened(Reduced())
         part.reduced = result.value
         warn_of_losses(part, result.value.stats)
-        return None
+        return result.value
 
     def _pass_barrier(self, *, is_checked: bool) -> PassedBarrier | Ended | Again:
         """Enter the step barrier, and pass it once all members have entered it."""
@@ -220,6 +208,23 @@ class Iteration(Generic[E]):
         if passed.gate.num_not_finite:
             refuse_exactly(self.engine, self.step_version)
         return passed
+
+    def _assign_next(self) -> None:
+        """Assign the micro-batches of the next iteration."""
+        communicators = self._communicators
+        axes = communicators.axes
+        dp = coordinates(axes, communicators.place).dp
+        owned = assign_micro_batches(self.engine.train.num_micro_batches, axes.dp, dp)
+        self.part.happened(Assigned(owned, communicators.generation))
+
+    def _end(self, reduced: Sum) -> Stepped | Ended:
+        """End the iteration, which counts. The gather may wait for the next one."""
+        if not self.engine.is_gathered and not self._may_gather_later(reduced.stats):
+            ended = gather(self.part)
+            if ended is not None:
+                return ended
+        self.notes.marks.pulse.finish()
+        return stepped(reduced.stats, reduced.own)
 
     def _may_gather_later(self, told: Stats) -> bool:
         """Whether the gather may wait for the next forward."""

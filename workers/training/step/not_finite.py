@@ -1,7 +1,6 @@
 """Losses and gradients that are NaN or infinite: what is refused, and what is only told."""
 
 import math
-import re
 
 import structlog
 
@@ -10,15 +9,13 @@ from ..model.engine import Engine
 from .own_part import E, OwnPart
 from .stats import Stats
 
-_REJECTED = re.compile(r"Unexpected result (\S+) \(message='(.*?)'\)")
-"""What Megatron raises for a loss or a gradient that is not finite, if it is asked to check."""
 log = structlog.get_logger()
 
 
 def raise_if_rejected(part: OwnPart[E], error: str) -> None:
-    """Raise UsageError if this error is a check of Megatron, and no failed collective: the next
+    """Raise UsageError if this error is a check of the engine's, and no failed collective: the next
     process would fail in it too."""
-    rejected = _REJECTED.search(error)
+    rejected = part.engine.rejection(error)
     if rejected is None:
         return
     items = [item for item, _ in part.losses.not_finite()] or sorted(part.state.done)
@@ -26,7 +23,7 @@ def raise_if_rejected(part: OwnPart[E], error: str) -> None:
         items = [part.engine.micro_batch]
     where = f"micro-batch{'es' if len(items) > 1 else ''} {', '.join(map(str, items))}"
     raise UsageError(
-        f"rank {part.notes.trace.rank}: {rejected[2]}: {rejected[1]}, in {where} of iteration "
+        f"rank {part.notes.trace.rank}: {rejected}, in {where} of iteration "
         f"{part.state.step_version}",
         "correct the data or lower the learning rate; without Megatron's check "
         "for NaN the step is taken with it",

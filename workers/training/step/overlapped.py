@@ -33,12 +33,15 @@ class LaunchedReduction:
 
     def __init__(
         self,
+        mine: Stats,
         values: Tensor,
         num_buckets: int,
         is_over: Callable[[], bool],
         operations: Operations,
     ) -> None:
         self.why = ""
+        self.mine = mine
+        """What this member tells; `values` is its tensor."""
         self.num_complete = 0
         """Number of buckets completed before this member began to abort anything."""
         self.operations = operations
@@ -99,7 +102,7 @@ class Overlapped(BackedSum):
         self._launched: LaunchedReduction | None = None
         self.gradients.on_complete(self._ready)
 
-    def begin(self, mine: Stats, losses: Losses) -> None:
+    def begin(self, operations: Operations, mine: Stats, losses: Losses) -> None:
         """Launch the stats; from now on a backward launches buckets. The stats cover the last
         micro-batch already: if a member dies after that, stats and buckets are lost together. Does
         nothing if this member has an order to stop at once."""
@@ -110,10 +113,11 @@ class Overlapped(BackedSum):
             return
         self.note("stats")
         self._launched = LaunchedReduction(
+            mine,
             stats.own_values(self.engine, mine, losses, stops=self.collectives.stops()),
             self.gradients.num_buckets,
             self.collectives.must_stop,
-            self.collectives.operations,
+            operations,
         )
 
     @contextmanager
@@ -127,12 +131,12 @@ class Overlapped(BackedSum):
     def give_up(self) -> None:
         if self._launched is not None:
             self._end(self._launched)
-            self.gradients.drop()
+            self.gradients.restore()  # a late write must not reach what is used next
         self._reset()  # a pipeline's last backward may have counted its gradients
 
     def run(self, mine: Stats, losses: Losses) -> Result[Sum]:
         if self._launched is None:
-            self.begin(mine, losses)
+            self.begin(self.collectives.operations, mine, losses)
         launched = self._launched
         if launched is None:
             self._reset()  # the last backward has launched nothing, but counted its gradients
@@ -140,7 +144,9 @@ class Overlapped(BackedSum):
         for bucket in range(self.gradients.num_buckets):  # those that no backward has launched
             self._ready(bucket)
         watch = ReductionWatch(self.note, self.collectives.activity_check())
-        result = self.collectives.run(partial(self._wait, launched, watch))
+        result = self.collectives.run(
+            partial(self._wait, launched, watch), holds_model=self.may_write_late
+        )
         self.num_complete = launched.num_complete
         if isinstance(result, Done):
             self._launched = None
@@ -159,7 +165,7 @@ class Overlapped(BackedSum):
         watch.check()
         side_sums = self.engine.side_sums(launched.operations)
         watch.check()
-        return Sum(told, side_sums)
+        return Sum(told, launched.mine, side_sums)
 
     def _ready(self, bucket: int) -> None:
         if self._launched is not None:  # None: this member has an order to stop
@@ -172,7 +178,7 @@ class Overlapped(BackedSum):
         return self.gradients.launch(bucket, self._launched.operations)
 
     def _end(self, launched: LaunchedReduction) -> None:
-        self.collectives.end(launched.works, launched.world)
+        self.collectives.end(launched.works, launched.world, holds_model=self.may_write_late)
         self._reset()
 
     def _reset(self) -> None:

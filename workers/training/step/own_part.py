@@ -36,6 +36,7 @@ from .progress import (
     Row,
     Settled,
     StateReplaced,
+    StepBegan,
     StepTaken,
     SumDiscarded,
     Undone,
@@ -169,22 +170,21 @@ class OwnPart(Generic[E]):
         """Compute the next state from the reduced gradients; waits for no other member. `gate` and
         `scale`: from the step barrier, if it was passed."""
         assert self.reduced is not None, "a step without a sum"
-        stats, side_sums = self.reduced
+        stats, side_sums = self.reduced.stats, self.reduced.side_sums
         skips = self.engine.train.skip_not_finite and not math.isfinite(stats.loss_sum)
         self.checkpoints.before_change()
-        if gate is None:
-            norm = self.engine.step(stats.num_tokens, side_sums, self.notes, skips=skips)
-        else:
-            self.sum.done()
-            norm = self.engine.step(
-                stats.num_tokens,
-                side_sums,
-                self.notes,
-                norm_square=gate.norm_square,
-                found_inf=gate.num_not_finite > 0,
-                scale=scale,
-                skips=skips,
-            )
+        self.happened(StepBegan())
+        self.sum.done()
+        norm = self.engine.step(
+            stats.num_tokens,
+            side_sums,
+            self.notes,
+            norm_square=None if gate is None else gate.norm_square,
+            found_inf=gate is not None and gate.num_not_finite > 0,
+            scale=scale,
+            skips=skips,
+        )
+        if gate is not None:
             self.sum.stepped(gate)
         loss = stats.loss_sum / self.engine.divisor(stats.num_tokens)
         self.history.add(self.state.step_version, loss, clock() - (self._began_s or clock()))

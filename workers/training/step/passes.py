@@ -13,6 +13,7 @@ from .own_part import E, OwnPart
 from .progress import Interrupted, UnitPassed
 from .results import Done, Ended, Result, Stopped
 from .stats import Stats
+from .sums import GradientSum
 
 
 class PassRunner(Generic[E]):
@@ -29,6 +30,7 @@ class PassRunner(Generic[E]):
         items, is_alone = tuple(todo), engine.replica_size == 1
         units = [items] if engine.axes.pp > 1 and items else [(item,) for item in items]
         operations = collectives.operations
+        sum_ = part.sum
         agreement = None if is_alone else StopAgreement(operations, "mp", engine.device)
         for unit in units:
             if is_alone and collectives.must_stop():
@@ -37,6 +39,7 @@ class PassRunner(Generic[E]):
             run = partial(
                 self.unit,
                 unit,
+                sum_,
                 operations,
                 agreement,
                 is_last=unit == units[-1],
@@ -67,6 +70,7 @@ class PassRunner(Generic[E]):
     def unit(
         self,
         unit: tuple[int, ...],
+        sum_: GradientSum,
         operations: Operations,
         agreement: StopAgreement | None,
         *,
@@ -74,7 +78,8 @@ class PassRunner(Generic[E]):
         is_probe: bool,
     ) -> Passes:
         """Run a unit, or less of it if any member has an order to stop: then all of them return the
-        same number of micro-batches. Raises RuntimeError."""
+        same number of micro-batches. Raises RuntimeError. It may be abandoned: `sum_` and
+        `operations` are of its own model and generation."""
         part, engine, collectives = self.part, self.part.engine, self.part.collectives
         if agreement is not None and engine.axes.pp == 1:
             if agreement.answer():
@@ -83,7 +88,7 @@ class PassRunner(Generic[E]):
                 agreement.ask(must_stop=collectives.must_stop())
 
         def begin(losses: Losses) -> None:
-            part.sum.begin(self.own_stats(), part.losses.with_losses(losses))
+            sum_.begin(operations, self.own_stats(), part.losses.with_losses(losses))
 
         return engine.run(
             operations,
@@ -93,7 +98,7 @@ class PassRunner(Generic[E]):
             part.notes.note_pass,
             must_stop=collectives.must_stop,
             begin=begin if is_last and not is_probe else None,
-            backward=partial(part.sum.backward, is_last=is_last and not is_probe),
+            backward=partial(sum_.backward, is_last=is_last and not is_probe),
         )
 
     def sample(self, item: int) -> Any:

@@ -12,13 +12,14 @@ from msgspec import Struct, field
 
 from ..recovery.state_sources import NO_STATE
 
-Phase = Literal["assigned", "passing", "reducing", "reduced", "ready"]
+Phase = Literal["assigned", "passing", "reducing", "reduced", "ready", "stepping"]
 """`assigned`: the member has micro-batches, and no member has begun the iteration that it knows of.
 `passing`: its local sum of gradients grows, by whole micro-batches. `reducing`: the sums of all
 members are added up; the local sum is in the backup. `reduced`: it has the sum of all members,
 which only it knows. `ready`: it has entered the step barrier with it, and does not know whether all
-members have."""
-PHASES: tuple[Phase, ...] = ("assigned", "passing", "reducing", "reduced", "ready")
+members have. `stepping`: it changes the state. Nothing interrupts that, and a process in which it
+raises an error ends: its state is of no iteration."""
+PHASES: tuple[Phase, ...] = ("assigned", "passing", "reducing", "reduced", "ready", "stepping")
 
 
 class IterationState(Struct):
@@ -88,6 +89,10 @@ class Differed(Struct, frozen=True):
     """All members have entered the barrier; replicas differ in a gradient, and try once more."""
 
 
+class StepBegan(Struct, frozen=True):
+    """The optimizer is about to step, or to skip its step."""
+
+
 class StepTaken(Struct, frozen=True):
     """The optimizer has stepped, or skipped its step. `gate`: with the barrier's values."""
 
@@ -147,6 +152,7 @@ Happening = (
     | BarrierEntered
     | Overflowed
     | Differed
+    | StepBegan
     | StepTaken
     | Assigned
     | Interrupted
@@ -296,15 +302,15 @@ TABLE: tuple[Row, ...] = (
     Row("reducing", Reduced, always, "reduced", nothing),
     Row("reducing", Interrupted, the_sum_is_kept, "passing", nothing),
     Row("reducing", Interrupted, the_sum_is_lost, "passing", forget_micro_batches, clears=True),
-    Row("reduced", StepTaken, always, "assigned", count_iteration, clears=True),
+    Row("reduced", StepBegan, always, "stepping", nothing),
     Row("reduced", BarrierEntered, always, "ready", nothing),
-    Row("ready", StepTaken, always, "assigned", count_iteration, clears=True),
+    Row("ready", StepBegan, always, "stepping", nothing),
     Row("ready", Overflowed, always, "passing", count_attempt, clears=True),
     Row("ready", Differed, always, "passing", forget_micro_batches, clears=True),
     Row("ready", Interrupted, the_sum_is_kept, "ready", nothing),
     Row("ready", Undone, the_sum_is_kept, "passing", nothing),
     Row("ready", Undone, the_sum_is_lost, "passing", forget_micro_batches, clears=True),
-    Row("ready", ModelReplaced, the_sum_is_lost, "passing", forget_micro_batches, clears=True),
+    Row("stepping", StepTaken, always, "assigned", count_iteration, clears=True),
 )
 
 

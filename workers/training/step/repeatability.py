@@ -5,6 +5,7 @@ from typing import Generic
 
 from ....events.errors import UsageError
 from ....events.words import listed
+from ..communicators.operations import Operations
 from ..model.exact_sum import ExactSum
 from ..model.stop_agreement import StopAgreement
 from .own_part import E
@@ -27,7 +28,7 @@ class RepeatabilityTest(Generic[E]):
         is_alone = engine.replica_size == 1
         if is_alone and (self._is_passed or collectives.must_stop()):
             return None
-        twice = partial(self._twice, exact, item, is_alone=is_alone)
+        twice = partial(self._twice, exact, item, collectives.operations, is_alone=is_alone)
         result: Result[list[int] | None] = (
             Done(twice())
             if is_alone and engine.is_gathered
@@ -52,10 +53,12 @@ class RepeatabilityTest(Generic[E]):
             )
         return None
 
-    def _twice(self, exact: ExactSum, item: int, *, is_alone: bool) -> list[int] | None:
+    def _twice(
+        self, exact: ExactSum, item: int, operations: Operations, *, is_alone: bool
+    ) -> list[int] | None:
         """The parameters whose gradients differ. None: no member of the replica needs the test."""
         part = self._passes.part
-        engine, operations = part.engine, part.collectives.operations
+        engine = part.engine
         if not is_alone:
             agreement = StopAgreement(operations, "mp", engine.device)
             agreement.ask(must_stop=not self._is_passed)

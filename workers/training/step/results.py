@@ -39,7 +39,7 @@ class Failed(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """All members have stepped, or met at the end. What all of them told with the reduction:"""
+    """This member has stepped, or all have met at the end. What all told with the reduction:"""
 
     stops: bool = False
     """Whether they stop here, because a member has an order to stop at this boundary."""
@@ -62,6 +62,7 @@ class Again(NamedTuple):
 
 
 Ended = Stopped | Failed
-"""The generation ends; this member has not stepped."""
+"""The generation ends. Whether this member has stepped, its `step_version` says: the gather comes
+after the step."""
 Result = Done[T] | Stopped | Failed
 Outcome = Stepped | Stopped | Failed

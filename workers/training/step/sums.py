@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import is_fully_replicated
+from ..communicators.operations import Operations
 from ..model.engine import Engine, Gradients, SideSums
 from ..model.losses import Losses
 from ..model.step_barrier import StepBarrier
@@ -24,10 +25,11 @@ from .stats import Stats, on_device
 
 
 class Sum(NamedTuple):
-    """The sum of all members: it is in the engine's gradients. Beside it what all have told, and
-    what their micro-batches have added up beside gradients."""
+    """The sum of all members: it is in the engine's gradients. Beside it what all have told, what
+    this one has told, and what their micro-batches have added up beside gradients."""
 
     stats: Stats
+    own: Stats
     side_sums: SideSums
 
 
@@ -59,9 +61,10 @@ class GradientSum(Protocol):
         """Whether members of this layout pass the step barrier before they step."""
         ...
 
-    def begin(self, mine: Stats, losses: Losses) -> None:
+    def begin(self, operations: Operations, mine: Stats, losses: Losses) -> None:
         """The last backward follows: it may take part of the reduction along. `losses` are those of
-        all micro-batches of this member."""
+        all micro-batches of this member. `operations` are those of the passes: an abandoned pass
+        may come here in another generation."""
 
     def backward(self, *, is_last: bool) -> AbstractContextManager[None]:
         """The context of every backward outside a pipeline."""
@@ -88,8 +91,8 @@ class GradientSum(Protocol):
 
     def barrier(self, checks: OwnChecks | None) -> EnterBarrier:
         """After `run`: compute what this member adds to the step barrier. The returned call enters
-        it, and returns after all members have: a member that passes it steps, whatever happens to
-        the others. It reads the device once."""
+        it, and returns after all members have. All that pass it know the same values, and so
+        decide the same: to step, whatever happens to the others, or not to."""
         ...
 
     def barrier_of_standby(self, checks: tuple[int, ...]) -> Result[PassedBarrier]:
@@ -97,7 +100,7 @@ class GradientSum(Protocol):
         ...
 
     def stepped(self, gate: StepBarrier) -> None:
-        """The optimizer has stepped with this sum."""
+        """The iteration counts, with this sum. The optimizer may have skipped its step."""
 
 
 class ReductionWatch:
@@ -139,6 +142,12 @@ class BackedSum:
 
     def needs_barrier(self, axes: Axes) -> bool:
         return not is_fully_replicated(axes, self.engine.train.parallel)
+
+    @property
+    def may_write_late(self) -> bool:
+        """Whether an operation that outlives its generation writes into the local gradients. With a
+        backup, the backup has taken their place."""
+        return not self.gradients.has_backup
 
     def undo(self) -> bool:
         return self.gradients.restore()
