@@ -216,7 +216,7 @@ def with_diagram(text: str) -> str:
 def _in_words(name: str) -> str:
     """`the_sum_is_lost` and `SumDiscarded` in words."""
     spaced = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in name)
-    return spaced.replace("_", " ").strip()
+    return spaced.replace("_", " ").replace("micro batch", "micro-batch").strip()
 
 
 def _caption(path: Path) -> str:
