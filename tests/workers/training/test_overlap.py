@@ -27,7 +27,9 @@ from unicron.workers.training.model import trainee as model
 from unicron.workers.training.model.megatron_gradients import GradientBackup
 from unicron.workers.training.step.collective import END_S_MAX, end_all
 from unicron.workers.training.step.overlapped import LaunchedReduction
+from unicron.workers.training.step.stats import Stats
 
+NO_STATS = Stats(0.0, 0.0)
 STRUCK = 4
 """The iteration in which the fault occurs. Rank 1 of three has micro-batches 1, 4, 7, 10."""
 BUCKETS = 4
@@ -304,7 +306,7 @@ def abandoned_threads() -> list[threading.Thread]:
 
 
 def test_a_reduction_that_cannot_be_ended_is_abandoned(peer: Forked) -> None:
-    flight = LaunchedReduction(torch.zeros(3), 0, lambda: False, Operations(None))
+    flight = LaunchedReduction(NO_STATS, torch.zeros(3), 0, lambda: False, Operations(None))
     began_s, woken = time.monotonic(), list[int]()
     end_all(flight.works, lambda: woken.append(1), flight.world)
     assert woken, "`wake` was not called"
@@ -322,7 +324,7 @@ def test_a_reduction_that_cannot_be_ended_is_abandoned(peer: Forked) -> None:
 
 def test_buckets_are_launched_in_order_until_the_reduction_ends(peer: Forked) -> None:
     launched, over = list[int](), list[int]()
-    flight = LaunchedReduction(torch.zeros(3), 5, lambda: bool(over), Operations(None))
+    flight = LaunchedReduction(NO_STATS, torch.zeros(3), 5, lambda: bool(over), Operations(None))
 
     def launch(bucket: int) -> list[Any]:
         launched.append(bucket)
