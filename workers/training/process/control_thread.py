@@ -24,6 +24,7 @@ from ....events.records.orders import Quiesce, Reconfigure, Resume, SetCheckpoin
 from ....events.records.types import Body, QuiesceMode
 from ....events.timing import FINISH_S_MAX
 from ...ipc.pipe_protocol import Frame, Unpacker, WriteDump, pack
+from .orders import result_of
 
 T = TypeVar("T")
 RECEIVE_BYTES = 1 << 16
@@ -149,11 +150,7 @@ class Control:
                 self._detached = DetachedThread("collective")
                 self.abandon(_is_running(future))
                 raise Abandoned
-            error = future.exception()
-            if isinstance(error, RuntimeError):
-                # Drop the traceback: its frames would keep the generation's groups alive.
-                raise error.with_traceback(None)
-            return future.result()
+            return result_of(future)
 
     def abandon(self, waits: Callable[[], bool]) -> None:
         """Count an abandoned collective while `waits` returns True. All survivors abandon the same

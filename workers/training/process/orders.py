@@ -1,6 +1,7 @@
 """What a training thread asks of those that may order it to stop: the agent, or nobody."""
 
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TypeVar
 
@@ -44,6 +45,15 @@ class Orders(Protocol):
         """Wait until all that was reported has arrived, or nobody is there."""
 
 
+def result_of(future: Future[T]) -> T:
+    """The result of a collective in a detached thread, or its error: a RuntimeError without its
+    traceback, whose frames would keep the generation's groups alive. Waits."""
+    error = future.exception()
+    if isinstance(error, RuntimeError):
+        raise error.with_traceback(None)
+    return future.result()
+
+
 class NoOrders:
     """There is no agent: nobody orders anything. A fault ends the process."""
 
@@ -66,12 +76,7 @@ class NoOrders:
         call: Callable[[], T],
         replica: frozenset[int] = frozenset(),
     ) -> T:
-        future = self._detached.submit(call)
-        error = future.exception()
-        if isinstance(error, RuntimeError):
-            # Drop the traceback: its frames would keep the generation's groups alive.
-            raise error.with_traceback(None)
-        return future.result()
+        return result_of(self._detached.submit(call))
 
     def abandon(self, waits: Callable[[], bool]) -> None:
         return
