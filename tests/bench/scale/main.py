@@ -61,6 +61,7 @@ UNITS = {
     "join_cpu_s": "s",
     "start_cpu_s": "s",
     "rack_cpu_s": "s",
+    "rack_record_us": "us",
 }
 GOAL_CASE = "agents_1024"
 Found = dict[str, float]
@@ -242,10 +243,13 @@ async def rack_lost(cluster: Cluster, num: int) -> Found:
     began_s, all_s = verdicts[0].at_s, [seen_s for seen_s, _ in orders]
     # On a slow machine, a collective may fail before the first verdict, and cause all orders.
     at_once_s = [seen_s for seen_s, at_once in orders if at_once] or all_s
+    cpu_s = cluster.cpu_s() - cpu_s
     return {
         "rack_lost_s": max(at_once_s) - began_s,
         "rack_healed_s": max(all_s) - began_s,
-        "rack_cpu_s": cluster.cpu_s() - cpu_s,
+        "rack_cpu_s": cpu_s,
+        # How many records follow depends on which tasks fail again while nodes are being lost.
+        "rack_record_us": cpu_s / (len(watch.records) - first) * 1e6,
     }
 
 
