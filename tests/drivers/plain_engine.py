@@ -95,7 +95,10 @@ class PlainGradients:
                 at += param.numel()
 
     def clear(self) -> None:
-        self.use([torch.zeros(sum(param.numel() for param in layer)) for layer in self._layers])
+        if not self.flat:
+            self.use([torch.empty(sum(param.numel() for param in layer)) for layer in self._layers])
+        for own in self.flat:
+            own.zero_()  # in place, as Megatron's are: what still writes there would be seen
 
     def release(self) -> None:
         self.flat = []

@@ -242,3 +242,23 @@ def test_an_abandoned_pass_starts_no_reduction_in_the_next_generation(member: Me
     with pytest.raises(RuntimeError, match="the generation ended meanwhile"):
         run()
     assert not member.part.collectives.operations.started
+
+
+@pytest.mark.parametrize("member", [True], indirect=True, ids=["overlapped"])
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_bucket_that_outlives_its_passes_writes_into_no_later_local_sum(
+    member: Member, is_kept: bool
+) -> None:
+    """The last backward has launched all buckets, and then the passes are lost."""
+    part, passes = member.part, member.iteration.passes
+    gradients = part.engine.gradients
+    gradients.has_backup = is_kept
+    part.begin(1)
+    assert passes.run([0, 1]) is None
+    launched, local = list(gradients.flat), [own.clone() for own in gradients.flat]
+    part.lose_passes()
+    assert part.kept == ()
+    assert passes.run([0, 1]) is None
+    for late in launched:
+        late.fill_(float("nan"))
+    assert all(own.equal(first) for own, first in zip(gradients.flat, local, strict=True))

@@ -12,6 +12,7 @@ from rank_driver import Drive, Twins
 from reference import read
 from unicron.events.records import reports as r
 from unicron.events.records.statuses import WRONG_INPUT
+from unicron.events.spec.model import Axes
 
 ALL = [0, 1, 2, 3]
 ITERATIONS = 14
@@ -257,12 +258,33 @@ training_state.load = slow
 """
 )
 
+TOLD_ONCE_IT_HAS_RECEIVED = (
+    FAILS_AFTER_REDUCTION
+    + """
+import time
+from unicron.workers.training.state_recovery import StateRecovery
+exchange = StateRecovery._exchange
+def slow(self, *args):
+    received = exchange(self, *args)
+    print("taking", flush=True)
+    end_s = time.monotonic() + 30
+    while not self._communicators.woken and time.monotonic() < end_s:
+        time.sleep(0.001)
+    return received
+StateRecovery._exchange = slow
+"""
+)
 
-def test_a_state_loaded_while_the_generation_ends_is_kept(drive: Drive, twin: Twins) -> None:
-    """Rank 1 is told to quiesce while it loads a peer's state. Then it is the only rank left."""
+
+@pytest.mark.parametrize("patch", [LOADS_SLOWLY, TOLD_ONCE_IT_HAS_RECEIVED], ids=["loads", "has"])
+def test_a_state_loaded_while_the_generation_ends_is_kept(
+    drive: Drive, twin: Twins, patch: str
+) -> None:
+    """Rank 1 is told to quiesce while it loads a peer's state, or when its tensors are the peer's
+    and only the numbers are missing. Then it is the only rank left."""
     driver = drive()
     driver.start(0, 2)
-    driver.patch = LOADS_SLOWLY
+    driver.patch = patch
     driver.start(1)
     driver.form([0, 1, 2])
     assert driver.quiesced([0, 1, 2])[1].step_version == 4
@@ -276,6 +298,37 @@ def test_a_state_loaded_while_the_generation_ends_is_kept(drive: Drive, twin: Tw
     driver.form([1], progress_from=5)
     driver.finish([1])
     assert twin(0.0).is_equal(driver.final_checkpoint(3))
+
+
+FAILS_IN_ITS_FIFTH_STEP = """
+from unicron.workers.training.model import megatron_step
+right, calls = megatron_step.step, []
+def half(*args, **options):
+    calls.append(right(*args, **options))
+    if len(calls) == 5:
+        raise RuntimeError("out of memory in the step")
+    return calls[-1]
+megatron_step.step = half
+"""
+
+
+def test_a_step_after_a_settlement_that_fails_ends_the_process(drive: Drive) -> None:
+    """Both members of a replica are in the step barrier when they are told to quiesce, so both step
+    in the next join. The state of rank 1 is then of no iteration: it must not join again."""
+    driver = drive(parallel={"tensor": [2]})
+    driver.start(0)
+    driver.patch = FAILS_IN_ITS_FIFTH_STEP
+    driver.start(1)
+    hold = driver.hold(1, "gate", 4)
+    driver.form([0, 1], axes=Axes(tp=2))
+    driver.held(1, 4)
+    driver.strike(0, iteration=4, event="gate")
+    held = driver.quiesce([0, 1], "now", hold)
+    assert {report.step_version for report in held.values()} == {4}
+    driver.reconfigure([0, 1], axes=Axes(tp=2))
+    assert "out of memory in the step" in driver.wait(r.RankErrored, 1).text
+    assert driver.processes.pop(1).popen.wait(WAIT_S) == 1, driver.story()
+    assert not driver.told(r.ReconfigureFailed, 1)
 
 
 SMALL_CHUNKS = """
