@@ -12,7 +12,7 @@ from .corruption import CorruptionSearch
 from .gathering import expect_gather
 from .own_part import E
 from .passes import PassRunner
-from .results import Again, Done, Ended, Outcome, Result, Stepped
+from .results import Again, Done, Ended, Outcome, Result, Stepped, Wrong
 from .stats import Stats
 
 T = TypeVar("T")
@@ -48,17 +48,11 @@ class Beside(Generic[E]):
             )
             if not isinstance(result, Done):
                 return result
-            passed = result.value
-            if passed.checks:
-                judged = self._corruption.judge(
-                    passed.checks, has_probes=not passed.gate.num_overflows
-                )
-                if isinstance(judged, Again):
-                    continue
-                if judged is not None:
-                    return judged
-            if not passed.gate.num_overflows:
+            judged = self._corruption.judge_barrier(result.value)
+            if judged is None:
                 break
+            if isinstance(judged, Wrong):
+                return judged.failed
         self._part.notes.marks.pulse.finish()
         return stepped(met.value, mine)
 
@@ -95,7 +89,7 @@ class Beside(Generic[E]):
             return result
         judged = self._corruption.judge(result.value, has_probes=False)
         assert not isinstance(judged, Again), "without probes nothing is tried again"
-        return judged
+        return None if judged is None else judged.failed
 
     def _meet(self, mine: Stats) -> Result[Stats]:
         """Exchange only the stats. Returns when every member has reached this point."""

@@ -13,7 +13,9 @@ from ..recovery.state_sources import NO_STATE
 from .checks import CorruptionError, no_values
 from .own_part import E
 from .passes import PassRunner
-from .results import Again, Ended, Failed
+from .progress import Differed, Overflowed
+from .results import Again, Ended, Failed, Wrong
+from .sums import PassedBarrier
 
 log = structlog.get_logger()
 
@@ -56,9 +58,16 @@ class CorruptionSearch(Generic[E]):
         part.discard_passes()
         return ended
 
-    def judge(self, told: tuple[int, ...], *, has_probes: bool) -> Failed | Again | None:
-        """Compare what all members have told. Failed: one of them is wrong, and if it is this one,
-        CorruptionError is raised. Again: all must run the iteration again. None: all are well."""
+    def judge_barrier(self, passed: PassedBarrier) -> Wrong | Again | None:
+        """What follows from a passed step barrier, the same on all members; None: they step. Raises
+        as `judge`."""
+        has_overflowed = passed.gate.num_overflows > 0
+        judged = self.judge(passed.checks, has_probes=not has_overflowed) if passed.checks else None
+        return Again(Overflowed()) if judged is None and has_overflowed else judged
+
+    def judge(self, told: tuple[int, ...], *, has_probes: bool) -> Wrong | Again | None:
+        """Compare what all members have told, and change nothing of the iteration. None: all are
+        well. Raises CorruptionError if this member is wrong."""
         part = self._part
         axes, own = self._communicators.axes, self._communicators.place
         step_version = part.state.step_version
@@ -69,21 +78,22 @@ class CorruptionSearch(Generic[E]):
                 f"{step_version}: {wrong[own]}"
             )
         if wrong:
-            part.undo()
-            if coordinates(axes, own).dp in {coordinates(axes, place).dp for place in wrong}:
-                part.discard_passes()
-            return Failed(
-                "; ".join(
-                    f"silent data corruption at position {place}: {why}"
-                    for place, why in wrong.items()
-                )
+            replicas = {coordinates(axes, place).dp for place in wrong}
+            return Wrong(
+                Failed(
+                    "; ".join(
+                        f"silent data corruption at position {place}: {why}"
+                        for place, why in wrong.items()
+                    )
+                ),
+                in_own_replica=coordinates(axes, own).dp in replicas,
             )
         if repeats:
             log.warning(
                 "replicas differ in the gradient of a micro-batch: the iteration is done again",
                 iteration=step_version,
             )
-            return Again()
+            return Again(Differed())
         if step_version != NO_STATE:
             part.history.digests[step_version] = f"{told[0] % 2**64:016x}"
         return None

@@ -30,7 +30,6 @@ from .passes import PassRunner
 from .progress import (
     Assigned,
     BarrierEntered,
-    Differed,
     Interrupted,
     IterationState,
     Overflowed,
@@ -38,7 +37,7 @@ from .progress import (
     ReductionBegan,
 )
 from .repeatability import RepeatabilityTest
-from .results import Again, Done, Ended, Failed, Outcome, Stepped
+from .results import Again, Done, Ended, Failed, Outcome, Stepped, Wrong
 from .stats import Stats
 from .sums import PassedBarrier, Sum
 
@@ -195,16 +194,17 @@ class Iteration(Generic[E]):
             part.happened(Interrupted())
             return result
         passed = result.value
-        if passed.checks:
-            judged = self.corruption.judge(passed.checks, has_probes=not passed.gate.num_overflows)
-            if isinstance(judged, Again):
-                part.begin_again(Differed())
-            if judged is not None:
-                return judged
-        if passed.gate.num_overflows:
-            self._warn_of_overflow(passed.gate)
-            part.begin_again(Overflowed())
-            return Again()
+        judged = self.corruption.judge_barrier(passed)
+        if isinstance(judged, Wrong):
+            part.undo()
+            if judged.in_own_replica:
+                part.discard_passes()
+            return judged.failed
+        if isinstance(judged, Again):
+            if isinstance(judged.because, Overflowed):
+                self._warn_of_overflow(passed.gate)
+            part.begin_again(judged.because)
+            return judged
         if passed.gate.num_not_finite:
             refuse_exactly(self.engine, self.step_version)
         return passed

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from ...diagnosis.classifier import NOTHING, Verdict
+from .progress import Differed, Overflowed
 
 T = TypeVar("T")
 
@@ -58,7 +59,17 @@ class Stepped(NamedTuple):
 
 
 class Again(NamedTuple):
-    """No member steps: all of them begin the iteration again."""
+    """No member steps: all of them begin the iteration again, because this has happened."""
+
+    because: Differed | Overflowed
+
+
+class Wrong(NamedTuple):
+    """Another member is wrong: no member steps, and the generation has failed."""
+
+    failed: Failed
+    in_own_replica: bool
+    """Whether it is of this member's replica, whose local sum then does not count."""
 
 
 Ended = Stopped | Failed
