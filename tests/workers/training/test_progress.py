@@ -262,3 +262,25 @@ def test_a_bucket_that_outlives_its_passes_writes_into_no_later_local_sum(
     for late in launched:
         late.fill_(float("nan"))
     assert all(own.equal(first) for own, first in zip(gradients.flat, local, strict=True))
+
+
+def test_gradients_that_could_not_be_zeroed_are_in_no_later_local_sum(
+    member: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The join fails then, and the member claims what its progress says: no micro-batches."""
+    part, passes = member.part, member.iteration.passes
+    engine, share = part.engine, MemberAssignment(kept=(), todo=(0, 1), dealt=())
+    member.advance_to("passing")
+
+    def out_of_memory() -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "clear", out_of_memory)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            part.take(0, share, 2, begun=True)
+    assert part.kept == ()
+    part.take(0, share, 3, begun=True)
+    assert not any(own.any() for own in engine.gradients.flat)
+    assert passes.run([0, 1]) is None
+    assert part.kept == (0, 1)

@@ -76,13 +76,23 @@ class OwnPart(Generic[E]):
 
     def happened(self, happening: Happening) -> Row:
         """Advance the progress. Zeroes the local gradients if they no longer count. Raises
-        IllegalStep."""
+        IllegalStep; and what the engine raises for want of memory: it then has no gradients."""
         row = advance(self.state, happening)
         if row.clears:
-            if not self.collectives.is_stuck:
-                self.engine.clear()
             self.losses.clear()
+            if not self.collectives.is_stuck:
+                self._clear_gradients()
         return row
+
+    def _clear_gradients(self) -> None:
+        """The progress counts no micro-batch any more, and tensors of the state may have changed.
+        So gradients that cannot be zeroed do not stay, and the next settlement (`has_sum`) clears
+        again."""
+        try:
+            self.engine.clear()
+        except BaseException:
+            self.engine.release_gradients()
+            raise
 
     @property
     def is_stuck(self) -> bool:
