@@ -56,7 +56,7 @@ class Member:
             *(Trace(0), ProgressWriter(), History()),
         )
         self.part = self.iteration.part
-        share = MemberAssignment(kept=(), todo=(0, 1), dealt=())
+        share = MemberAssignment(kept=(), todo=(0, 1), reassigned=())
         self.part.take(0, share, 1, begun=False)
         self.held = threading.Event()
         """Set: an abandoned call ends."""

@@ -116,7 +116,7 @@ class PlainMember:
                 step_version=step_version,
                 kept_micro_batches=share.kept,
                 remaining_micro_batches=share.todo,
-                reassigned_micro_batches=share.dealt,
+                reassigned_micro_batches=share.reassigned,
                 source=order.members[source].rank,
                 received_bytes=0,
                 down_s=0.0,

@@ -160,25 +160,25 @@ def trained(
         done.losses.write(told)
         dist.all_reduce(told)
         finalize_model_grads(trainee.ddps, None, pg_collection=found)
-        gate = torch.tensor(
+        barrier = torch.tensor(
             [megatron_step.norm_square(trainee), megatron_step.has_inf(trainee)],
             dtype=torch.float64,
         )
-        dist.all_reduce(gate)
+        dist.all_reduce(barrier)
         divisor = trainee.divisor(told[1].item())
         scale = trainee.optimizer.get_loss_scale().item()
         stepped = megatron_step.step(
             trainee,
             told[1].item(),
             lambda event: None,
-            norm_square=gate[0].item(),
-            found_inf=gate[1].item() > 0,
+            norm_square=barrier[0].item(),
+            found_inf=barrier[1].item() > 0,
         )
         if not trainee.is_gathered:
             megatron_step.gather(trainee)
         losses.append(told[0].item() / divisor)
         norms.append(
-            math.sqrt(gate[0].item()) / divisor / scale if stepped is not None else SKIPPED
+            math.sqrt(barrier[0].item()) / divisor / scale if stepped is not None else SKIPPED
         )
     end = {
         name: tensor.detach().float().numpy()

@@ -65,7 +65,7 @@ class SimulatedGeneration:
         place = self.ranks.index(rank)
         return place if place < num_positions(self.layout) else None
 
-    def dealt(self, rank: SimulatedRank) -> tuple[int, ...]:
+    def assigned(self, rank: SimulatedRank) -> tuple[int, ...]:
         """The micro-batches of the rank's replica in a new iteration."""
         place = self.place(rank)
         if place is None:
@@ -217,7 +217,7 @@ class SimulatedGeneration:
             whence: Origin = origin if is_restored else "peer" if givers else "own"
             if self.place(rank) is not None:
                 rank.step_version, rank.digest, rank.beside = self.step_version, digest, False
-                rank.ready, rank.gate = False, ()
+                rank.ready, rank.barrier = False, ()
                 rank.held = (
                     None
                     if self.axes is None
@@ -241,7 +241,7 @@ class SimulatedGeneration:
                     step_version=self.step_version,
                     kept_micro_batches=rank.kept,
                     remaining_micro_batches=rank.todo,
-                    reassigned_micro_batches=() if finished else share.dealt,
+                    reassigned_micro_batches=() if finished else share.reassigned,
                     source=-1 if is_restored else (self.ranks[givers[0]] if givers else rank).rank,
                     received_bytes=(
                         COPY_BYTES if givers or whence in ("copy", "checkpoint") else 0

@@ -141,7 +141,7 @@ class SimulatedRank:
         self.assigned_in, self.begun = 0, False
         self.held: HeldState | None = None
         """The part of the model that its state covers; None: the whole model."""
-        self.ready, self.gate, self.beside = False, tuple[float, ...](), False
+        self.ready, self.barrier, self.beside = False, tuple[float, ...](), False
         """`beside`: a standby member, which only counts the steps of others and has no state."""
         self.keepers: tuple[StoreEndpoint, ...] = ()
         self._kept_s: dict[str, float] = {}
@@ -241,7 +241,7 @@ class SimulatedRank:
     def resume(self, order: o.Resume) -> None:
         if self.group and self.group.number == order.generation and self.phase == "settled":
             self.told, self._told_s = order.progress_from, -1.0
-            self.trained_in, self.gate = self.group.number, ()
+            self.trained_in, self.barrier = self.group.number, ()
             if self.group.place(self) is None:
                 self.beside, self.step_version = True, self.group.step_version
             self.net.gone_on.setdefault(self.task, []).append(
@@ -336,13 +336,13 @@ class SimulatedRank:
         last = self.step_version == self.train.iterations
         if self._is_first and every and self.step_version % every == 0 and not last:
             self._save(final=False)
-        self.todo = self.owned = self.group.dealt(self)
+        self.todo = self.owned = self.group.assigned(self)
         self.begin()
 
     def take_step(self, batch: tuple[int, ...]) -> None:
         self.digest = next_digest(self.digest, self.step_version, batch)
         self.step_version += 1
-        self.ready, self.gate = False, (1.0,)
+        self.ready, self.barrier = False, (1.0,)
 
     def fail(self) -> None:
         """A collective failed on this rank: leave the generation and report the failure."""
@@ -401,7 +401,7 @@ class SimulatedRank:
             trained_in=self.trained_in,
             held=self.held,
             ready=self.ready,
-            gate=self.gate,
+            barrier=self.barrier,
             reduced=(1.0, 0.0) if self.ready and is_whole else (),
         )
 

@@ -292,7 +292,7 @@ class Member:
         recovered = self.recovery.recover(order, place, claims, settlement)
         step_version = self.settled = recovered.step_version
         if step_version >= self.train.iterations:
-            share = MemberAssignment(kept=(), todo=(), dealt=())
+            share = MemberAssignment(kept=(), todo=(), reassigned=())
         if not self.communicators.woken:
             resume = partial(
                 self.iteration.part.take,
@@ -312,7 +312,7 @@ class Member:
             step_version=step_version,
             kept_micro_batches=share.kept,
             remaining_micro_batches=share.todo,
-            reassigned_micro_batches=share.dealt,
+            reassigned_micro_batches=share.reassigned,
             source=recovered.source,
             received_bytes=recovered.received_bytes,
             down_s=self.communicators.down_s,

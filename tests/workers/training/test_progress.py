@@ -214,8 +214,8 @@ def test_a_step_that_raises_leaves_a_state_of_which_nothing_is_claimed(member: M
         raise RuntimeError("CUDA out of memory")
 
     optimizer.register_step_pre_hook(lambda *_: out_of_memory())
-    settlement = Settlement(step_version=1, begun=False, shares=(), gate=(1.0, 0.0, 0.0))
-    share = MemberAssignment(kept=(), todo=(0, 1), dealt=(), steps=True)
+    settlement = Settlement(step_version=1, begun=False, shares=(), barrier=(1.0, 0.0, 0.0))
+    share = MemberAssignment(kept=(), todo=(0, 1), reassigned=(), steps=True)
     with pytest.raises(RuntimeError, match="out of memory"):
         member.part.finish_step(settlement, share)
     assert member.part.state.phase == "stepping"
@@ -269,7 +269,7 @@ def test_gradients_that_could_not_be_zeroed_are_in_no_later_local_sum(
 ) -> None:
     """The join fails then, and the member claims what its progress says: no micro-batches."""
     part, passes = member.part, member.iteration.passes
-    engine, share = part.engine, MemberAssignment(kept=(), todo=(0, 1), dealt=())
+    engine, share = part.engine, MemberAssignment(kept=(), todo=(0, 1), reassigned=())
     member.advance_to("passing")
 
     def out_of_memory() -> None:

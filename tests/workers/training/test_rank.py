@@ -53,8 +53,8 @@ def test_a_killed_rank_costs_no_micro_batch_and_comes_back(
     assert [reports[rank].kept_micro_batches for rank in left] == [
         held[rank].micro_batches for rank in left
     ]
-    dealt = sorted(item for rank in left for item in reports[rank].reassigned_micro_batches)
-    assert dealt == [2, 6, 10], "only the dead rank's micro-batches"
+    reassigned = sorted(item for rank in left for item in reports[rank].reassigned_micro_batches)
+    assert reassigned == [2, 6, 10], "only the dead rank's micro-batches"
     assert all(reports[rank].source == rank for rank in left)
 
     driver.strike(0, iteration=7, event="forward")

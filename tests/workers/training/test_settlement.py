@@ -25,7 +25,7 @@ from unicron.workers.training.recovery.state_sources import (
 )
 
 SHAPES = [Axes(tp=tp, pp=pp, dp=dp) for tp in (1, 2) for pp in (1, 2, 3) for dp in (1, 2, 3)]
-Gate = tuple[float, float]
+Barrier = tuple[float, float]
 
 
 @st.composite
@@ -67,7 +67,7 @@ def test_every_micro_batch_is_assigned_exactly_once(case: tuple[list[Claim], int
     _check_partition(settlement, num_items)
     for claim, share in zip(members, settlement.shares, strict=True):
         assert share.kept in ((), claim.kept), "a sum is kept as a whole or dropped"
-        assert set(share.dealt) <= set(share.todo)
+        assert set(share.reassigned) <= set(share.todo)
         if share.kept:
             assert claim.step_version == settlement.step_version
 
@@ -122,7 +122,9 @@ def test_no_chain_of_faults_loses_or_doubles_a_micro_batch(
         for claim, share in zip(living, settlement.shares, strict=False):
             assert share.kept == claim.kept, "without a double claim no sum is dropped"
             stays = set(claim.owned) - set(claim.kept)
-            assert stays == set(share.todo) - set(share.dealt), "already assigned to this member"
+            assert stays == set(share.todo) - set(share.reassigned), (
+                "already assigned to this member"
+            )
         members = [
             Claim(
                 step_version=7,
@@ -154,7 +156,7 @@ def test_lost_micro_batches_go_to_the_members_with_least_to_do() -> None:
     ]
     shares = settle(members, 12).shares
     assert [share.kept for share in shares] == [(0, 4, 8), (1, 5), (3,)]
-    assert [share.dealt for share in shares] == [(2, 6), (10,), ()]
+    assert [share.reassigned for share in shares] == [(2, 6), (10,), ()]
     assert [share.todo for share in shares] == [(2, 6), (9, 10), (7, 11)]
 
 
@@ -179,7 +181,7 @@ def test_a_member_behind_receives_the_state_and_drops_its_sum() -> None:
 def test_a_first_start_assigns_evenly_and_reassigns_nothing() -> None:
     shares = settle([Claim(), Claim(), Claim()], 7).shares
     assert [share.todo for share in shares] == [(0, 3, 6), (1, 4), (2, 5)]
-    assert all(share.dealt == () for share in shares)
+    assert all(share.reassigned == () for share in shares)
 
 
 def test_an_iteration_not_begun_is_assigned_anew_with_the_newcomers() -> None:
@@ -191,7 +193,7 @@ def test_an_iteration_not_begun_is_assigned_anew_with_the_newcomers() -> None:
     ]
     shares = settle(members, 4).shares
     assert [share.todo for share in shares] == [(0,), (1,), (2,), (3,)]
-    assert all(share.dealt == () for share in shares)
+    assert all(share.reassigned == () for share in shares)
 
 
 def _part(
@@ -200,7 +202,7 @@ def _part(
     version: int = 5,
     kept: tuple[int, ...] = (),
     ready: bool = False,
-    gate: tuple[float, ...] = (),
+    barrier: tuple[float, ...] = (),
     trained_in: int = 3,
     axes: Axes | None = None,
 ) -> Claim:
@@ -210,7 +212,7 @@ def _part(
         owned=kept,
         begun=version == 5,
         ready=ready,
-        gate=gate,
+        barrier=barrier,
         trained_in=trained_in,
         assigned_in=3,
         held=HeldState(axes=axes or Axes(tp=2, dp=2), place=place),
@@ -228,7 +230,7 @@ def test_a_replicas_sum_counts_only_if_all_its_members_have_it() -> None:
 
 
 def test_a_member_at_the_barrier_steps_only_if_the_others_stepped() -> None:
-    stepped = _part(0, version=6, gate=(2.5, 0.0))
+    stepped = _part(0, version=6, barrier=(2.5, 0.0))
     for ready, steps in (
         (_part(1, ready=True), True),
         (_part(1), False),
@@ -236,7 +238,7 @@ def test_a_member_at_the_barrier_steps_only_if_the_others_stepped() -> None:
     ):
         settlement = settle([stepped, ready, _part(2, version=6), Claim()], 4, Axes(tp=2, dp=1))
         assert settlement.shares[1].steps == steps
-        assert settlement.gate == ((2.5, 0.0) if steps else ())
+        assert settlement.barrier == ((2.5, 0.0) if steps else ())
         assert settlement.step_version == (6 if steps else NO_STATE)
     taken = settle([_part(0, version=6), _part(1, ready=True)], 4, Axes(tp=2, dp=1))
     assert taken.step_version == NO_STATE, "member 0 has no barrier result"
@@ -254,7 +256,7 @@ def test_without_a_step_the_ready_members_step_if_none_lacks_the_reduced_sum() -
     one, same, other = ready(0, norm=2.0), ready(2, norm=2.0), ready(1, norm=0.5)
     settlement = settle([one, other, same, Claim()], 4, Axes(tp=2, dp=2))
     assert settlement.step_version == 6
-    assert settlement.gate == (2.5, 2.0), "each part counts once"
+    assert settlement.barrier == (2.5, 2.0), "each part counts once"
     assert [share.steps for share in settlement.shares] == [True, True, True, False]
     assert not settlement.begun
     lacks = _part(3, kept=(1,))
@@ -321,7 +323,7 @@ class Member:
         self.owned: tuple[int, ...] = ()
         self.assigned_in = self.trained_in = self.staged_in = 0
         self.begun = self.ready = False
-        self.gate: tuple[float, ...] = ()
+        self.barrier: tuple[float, ...] = ()
         self.reduced: Counter[int] = Counter()
 
     def claim(self) -> Claim:
@@ -340,14 +342,14 @@ class Member:
             staged=self.staged,
             staged_in=self.staged_in,
             ready=self.ready,
-            gate=self.gate,
+            barrier=self.barrier,
             reduced=part,
         )
 
     def replace(self, version: int, held: HeldState | None) -> None:
         """Take over another member's state, without a sum."""
         self.version, self.held, self.staged = version, held, None
-        self.sum, self.owned, self.begun, self.ready, self.gate = [], (), False, False, ()
+        self.sum, self.owned, self.begun, self.ready, self.barrier = [], (), False, False, ()
 
     def activate(self, *, keep_sum: bool) -> None:
         """Activate the staged state. `keep_sum`: the gradient sum stays valid."""
@@ -355,8 +357,8 @@ class Member:
         self.replace(self.version, self.staged)
         self.sum = mine
 
-    def step(self, gate: tuple[float, ...]) -> None:
-        self.version, self.gate, self.ready = self.version + 1, gate, False
+    def step(self, barrier: tuple[float, ...]) -> None:
+        self.version, self.barrier, self.ready = self.version + 1, barrier, False
         self.sum, self.owned, self.begun = [], (), False
 
     def take(self, share: MemberAssignment, generation: int, *, begun: bool) -> None:
@@ -368,7 +370,7 @@ class Member:
         self.owned, self.assigned_in = tuple(sorted((*share.kept, *share.todo))), generation
 
 
-def _norm(generation: int, version: int, held: HeldState) -> Gate:
+def _norm(generation: int, version: int, held: HeldState) -> Barrier:
     """What a part of the model adds to the result of a step barrier: another value for each."""
     tp, pp = held.part
     return float((1000 * generation + version) * 100 ** (3 * tp + pp)), float(tp + pp)
@@ -386,7 +388,7 @@ class History:
         self.away: list[Member] = []
         self.generation = 0
         self.axes = Axes()
-        self.gates: dict[tuple[int, int], Gate] = {}
+        self.barriers: dict[tuple[int, int], Barrier] = {}
         """(generation, step version) -> the values of the step barrier, if a member entered it."""
         self.seen: Counter[str] = Counter()
         self.met: list[Member] = []
@@ -484,15 +486,15 @@ class History:
         if share.steps:
             assert member.ready
             assert member.version == version - 1, "a member steps twice"
-            assert settlement.gate == self.gates[member.trained_in, member.version], (
+            assert settlement.barrier == self.barriers[member.trained_in, member.version], (
                 "not the result that the members at this barrier received"
             )
             assert member.reduced == Counter(range(self.num_items))
             passed = any(
-                other.gate and other.trained_in == member.trained_in and other.version == version
+                other.barrier and other.trained_in == member.trained_in and other.version == version
                 for other in self.before
             )
-            member.step(settlement.gate)
+            member.step(settlement.barrier)
             self.seen["steps" if passed else "steps alone"] += 1
         elif share.staged:
             assert member.staged is not None
@@ -514,7 +516,7 @@ class History:
     # --- invariants -----------------------------------------------------------------------------
     def _whole(self) -> set[int]:
         """Step versions for which the present members hold all parts of some layout."""
-        passed = {(member.trained_in, member.version) for member in self.present if member.gate}
+        passed = {(member.trained_in, member.version) for member in self.present if member.barrier}
         ready = {(member.trained_in, member.version) for member in self.present if member.ready}
         passed |= {
             (generation, version + 1)
@@ -599,8 +601,8 @@ class History:
         for dp in range(self.axes.dp):
             places = replica(self.axes, dp)
             shares = [settlement.shares[place] for place in places]
-            assert len({(share.kept, share.todo, share.dealt) for share in shares}) == 1
-            assert set(shares[0].dealt) <= set(shares[0].todo)
+            assert len({(share.kept, share.todo, share.reassigned) for share in shares}) == 1
+            assert set(shares[0].reassigned) <= set(shares[0].todo)
             found += [*shares[0].kept, *shares[0].todo]
             if not shares[0].kept:
                 continue
@@ -618,7 +620,7 @@ class History:
             if place in settlement.holders
         )
         for share in settlement.shares[num_positions(self.axes) :]:
-            assert (share.kept, share.todo, share.dealt) == ((), (), ()), "standby member"
+            assert (share.kept, share.todo, share.reassigned) == ((), (), ()), "standby member"
 
     # --- training -------------------------------------------------------------------------------
     def _train(self) -> None:
@@ -665,7 +667,7 @@ class History:
         self.seen["reduced"] += 1
         plain = self.optimizer == "whole" and self.axes.tp * self.axes.pp == 1
         faulty = self.rnd.random() < 0.5
-        gate = () if plain else self._gate(seated)
+        barrier = () if plain else self._barrier(seated)
         if faulty and not plain and self.rnd.random() < 0.4:
             for member in seated:
                 member.ready = self.rnd.random() < 0.7
@@ -673,12 +675,12 @@ class History:
         passing = [not faulty or self.rnd.random() < 0.5 for _ in seated]
         for member, passes in zip(seated, passing, strict=True):
             if passes:
-                member.step(gate)
+                member.step(barrier)
             else:
                 member.ready = not plain
         return not faulty
 
-    def _gate(self, seated: list[Member]) -> Gate:
+    def _barrier(self, seated: list[Member]) -> Barrier:
         """The step barrier's result: every part of the model counts once."""
         version = seated[0].version
         norms = [
@@ -689,9 +691,9 @@ class History:
             )
             for part in range(self.axes.tp * self.axes.pp)
         ]
-        gate = sum(norm for norm, _ in norms), sum(num for _, num in norms)
-        self.gates[self.generation, version] = gate
-        return gate
+        barrier = sum(norm for norm, _ in norms), sum(num for _, num in norms)
+        self.barriers[self.generation, version] = barrier
+        return barrier
 
     # --- faults ---------------------------------------------------------------------------------
     def _strike(self) -> None:

@@ -15,12 +15,12 @@ from .state_sources import Claim, HeldState, StateHolders, find_state
 
 class MemberAssignment(Struct, frozen=True, kw_only=True):
     """The micro-batches that a member keeps (`kept`), that it will run (`todo`), and the part of
-    `todo` that no member goes on with (`dealt`). With `staged` it first activates its staged state;
-    with `steps` it first takes the step for which it is ready."""
+    `todo` that no member goes on with (`reassigned`). With `staged` it first activates its staged
+    state; with `steps` it first takes the step for which it is ready."""
 
     kept: tuple[int, ...]
     todo: tuple[int, ...]
-    dealt: tuple[int, ...]
+    reassigned: tuple[int, ...]
     steps: bool = False
     staged: bool = False
 
@@ -34,7 +34,7 @@ class Settlement(Struct, frozen=True, kw_only=True):
     shares: tuple[MemberAssignment, ...]
     holders: dict[int, HeldState] = {}
     """The parts that members hold in one layout, by place; together they are the whole state."""
-    gate: tuple[float, ...] = ()
+    barrier: tuple[float, ...] = ()
     """The step barrier's result, for the members that still have to step."""
     redone: int = 0
     """How often the iteration was begun anew (Claim)."""
@@ -87,7 +87,7 @@ def settle(claims: Sequence[Claim], num_micro_batches: int, axes: Axes | None = 
         return MemberAssignment(
             kept=() if dp is None else tuple(sorted(kept[dp])),
             todo=() if dp is None else tuple(sorted(todo[dp])),
-            dealt=() if dp is None else tuple(sorted(reassigned[dp])),
+            reassigned=() if dp is None else tuple(sorted(reassigned[dp])),
             steps=holder is not None and holder.steps,
             staged=holder is not None and holder.staged,
         )
@@ -97,7 +97,7 @@ def settle(claims: Sequence[Claim], num_micro_batches: int, axes: Axes | None = 
         begun=begun,
         shares=tuple(share(place) for place in range(len(claims))),
         holders={place: holder.held for place, holder in state.holders.items()},
-        gate=state.gate,
+        barrier=state.barrier,
         redone=redone,
     )
 
@@ -165,15 +165,15 @@ def _assign_remaining(
     done = {item for items in kept for item in items}
     todo: list[list[int]] = [[] for _ in kept]
     reassigned: list[list[int]] = [[] for _ in kept]
-    unowned: list[int] = []
+    without_owner: list[int] = []
     for item in range(num_micro_batches):
         if item in done:
             continue
         if item in owner:
             todo[owner[item]].append(item)
         else:
-            unowned.append(item)
-    for item in unowned:
+            without_owner.append(item)
+    for item in without_owner:
         dp = min(range(len(kept)), key=lambda dp: (len(todo[dp]), dp))
         todo[dp].append(item)
         reassigned[dp].append(item)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ....events.spec.model import Axes
@@ -67,7 +67,7 @@ class Claim(Struct, frozen=True, kw_only=True):
     `staged` is another position, whose part of the same state it received in generation
     `staged_in`. `ready`: it has the reduced sum and has entered the step barrier, but does not know
     whether all members have. `reduced` is then what its part adds to the barrier's result; empty if
-    the optimizer is sharded. `gate` is that result, kept until the member trains in another
+    the optimizer is sharded. `barrier` is that result, kept until the member trains in another
     generation or receives another state. `stale`: it has stepped its shard of the optimizer, but
     not gathered the other parameters. `versions` are those of the libraries that compute. `redone`:
     how often this iteration was begun anew after an overflow of exact sums; sums of different
@@ -84,7 +84,7 @@ class Claim(Struct, frozen=True, kw_only=True):
     staged: HeldState | None = None
     staged_in: int = 0
     ready: bool = False
-    gate: tuple[float, ...] = ()
+    barrier: tuple[float, ...] = field(name="gate", default=())
     stale: bool = False
     reduced: tuple[float, ...] = ()
     versions: str = ""
@@ -116,7 +116,7 @@ class StateHolders(NamedTuple):
 
     step_version: int
     holders: dict[int, StateHolder]
-    gate: tuple[float, ...]
+    barrier: tuple[float, ...]
 
 
 WHOLE = HeldState()
@@ -141,11 +141,11 @@ def find_state(claims: Sequence[Claim], axes: Axes) -> StateHolders:
         for steps in range(1 + claim.ready)
     }
     for version in sorted(versions, reverse=True):
-        layouts, gate = _holders(claims, version)
+        layouts, barrier = _holders(claims, version)
         whole = [layout for layout, holders in layouts.items() if _is_whole(holders)]
         if whole:
             best = min(whole, key=lambda layout: _rank_of(layout, axes, len(layouts[layout])))
-            return StateHolders(version, layouts[best], gate)
+            return StateHolders(version, layouts[best], barrier)
     return NO_HOLDERS
 
 
@@ -160,7 +160,7 @@ def _rank_of(layout: _Layout, axes: Axes, num_holders: int) -> tuple[bool, bool,
 def _holders(
     claims: Sequence[Claim], version: int
 ) -> tuple[dict[_Layout, dict[int, StateHolder]], tuple[float, ...]]:
-    passed, gate = _barrier(claims, version)
+    passed, barrier = _barrier(claims, version)
     stagings = sorted({0, *(claim.staged_in for claim in claims)})
     layouts: dict[_Layout, dict[int, StateHolder]] = {}
     for place, claim in enumerate(claims):
@@ -176,7 +176,7 @@ def _holders(
             for holder in has if staged_in != claim.staged_in else reversed(has):
                 layout = _Layout(holder.held.shape, holder.held.dp_of_shards, staged_in)
                 layouts.setdefault(layout, {}).setdefault(place, holder)
-    return layouts, gate
+    return layouts, barrier
 
 
 def _is_ready(claim: Claim, version: int) -> bool:
@@ -192,9 +192,9 @@ def _barrier(claims: Sequence[Claim], version: int) -> tuple[int | None, tuple[f
     the sum over the parts. If two generations can take this step, the later one does.
     """
     results = {
-        claim.trained_in: claim.gate
+        claim.trained_in: claim.barrier
         for claim in reversed(claims)
-        if claim.gate and claim.step_version == version
+        if claim.barrier and claim.step_version == version
     }
     ready = {claim.trained_in for claim in claims if _is_ready(claim, version)}
     if passed := ready & results.keys():

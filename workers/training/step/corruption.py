@@ -61,7 +61,7 @@ class CorruptionSearch(Generic[E]):
     def judge_barrier(self, passed: PassedBarrier) -> Wrong | Again | None:
         """What follows from a passed step barrier, the same on all members; None: they step. Raises
         as `judge`."""
-        has_overflowed = passed.gate.num_overflows > 0
+        has_overflowed = passed.barrier.num_overflows > 0
         judged = self.judge(passed.checks, has_probes=not has_overflowed) if passed.checks else None
         return Again(Overflowed()) if judged is None and has_overflowed else judged
 

@@ -78,8 +78,8 @@ class Exact:
     def barrier_of_standby(self, checks: tuple[int, ...]) -> Result[PassedBarrier]:
         return self._enter(ExactBarrier(0, 0, checks=checks), None)
 
-    def stepped(self, gate: StepBarrier) -> None:
-        if not gate.num_not_finite:
+    def stepped(self, barrier: StepBarrier) -> None:
+        if not barrier.num_not_finite:
             self._integers.stepped()
 
     def _enter(self, mine: ExactBarrier, scale: Tensor | None) -> Result[PassedBarrier]:
@@ -92,9 +92,9 @@ class Exact:
             operations.all_reduce(values)
             self._note("passed")
             overflows, not_finite, *rest = values.tolist()
-            gate = StepBarrier(norm_square_of(rest[:LIMBS_NUM]), not_finite, overflows)
+            barrier = StepBarrier(norm_square_of(rest[:LIMBS_NUM]), not_finite, overflows)
             return PassedBarrier(
-                gate, 1.0 if scale is None else scale.item(), tuple(rest[LIMBS_NUM:])
+                barrier, 1.0 if scale is None else scale.item(), tuple(rest[LIMBS_NUM:])
             )
 
         self._note("gate")

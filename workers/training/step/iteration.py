@@ -165,7 +165,7 @@ class Iteration(Generic[E]):
         if passed is None:
             part.step()
         else:
-            part.step(passed.gate, passed.scale)
+            part.step(passed.barrier, passed.scale)
         self._assign_next()
         return self._end(reduced)
 
@@ -202,10 +202,10 @@ class Iteration(Generic[E]):
             return judged.failed
         if isinstance(judged, Again):
             if isinstance(judged.because, Overflowed):
-                self._warn_of_overflow(passed.gate)
+                self._warn_of_overflow(passed.barrier)
             part.begin_again(judged.because)
             return judged
-        if passed.gate.num_not_finite:
+        if passed.barrier.num_not_finite:
             refuse_exactly(self.engine, self.step_version)
         return passed
 
@@ -234,12 +234,12 @@ class Iteration(Generic[E]):
             and not self.part.checkpoints.is_read_after(self.step_version)
         )
 
-    def _warn_of_overflow(self, gate: StepBarrier) -> None:
+    def _warn_of_overflow(self, barrier: StepBarrier) -> None:
         """The exact sum of some micro-batch was out of range, on any member: all run the iteration
         again from its start, with larger exponents."""
         log.warning(
             "a gradient is far above that of the last iteration, which is done again",
             iteration=self.step_version,
-            num_parameters=int(gate.num_overflows),
+            num_parameters=int(barrier.num_overflows),
             times=self.part.state.redone + 1,
         )

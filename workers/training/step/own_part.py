@@ -176,9 +176,9 @@ class OwnPart(Generic[E]):
         self.sum.done()
         self.happened(happening)
 
-    def step(self, gate: StepBarrier | None = None, scale: float | None = None) -> None:
-        """Compute the next state from the reduced gradients; waits for no other member. `gate` and
-        `scale`: from the step barrier, if it was passed."""
+    def step(self, barrier: StepBarrier | None = None, scale: float | None = None) -> None:
+        """Compute the next state from the reduced gradients; waits for no other member. `barrier`
+        and `scale`: from the step barrier, if it was passed."""
         assert self.reduced is not None, "a step without a sum"
         stats, side_sums = self.reduced.stats, self.reduced.side_sums
         skips = self.engine.train.skip_not_finite and not math.isfinite(stats.loss_sum)
@@ -189,18 +189,18 @@ class OwnPart(Generic[E]):
             stats.num_tokens,
             side_sums,
             self.notes,
-            norm_square=None if gate is None else gate.norm_square,
-            found_inf=gate is not None and gate.num_not_finite > 0,
+            norm_square=None if barrier is None else barrier.norm_square,
+            found_inf=barrier is not None and barrier.num_not_finite > 0,
             scale=scale,
             skips=skips,
         )
-        if gate is not None:
-            self.sum.stepped(gate)
+        if barrier is not None:
+            self.sum.stepped(barrier)
         loss = stats.loss_sum / self.engine.divisor(stats.num_tokens)
         self.history.add(self.state.step_version, loss, clock() - (self._began_s or clock()))
         if norm is not None:
             self.history.spoilt_by = _spoilt_by(loss, norm)
-        self.happened(StepTaken(tuple(gate or ())))
+        self.happened(StepTaken(tuple(barrier or ())))
         self._began_s = None
 
     # --- after a fault ---
@@ -215,7 +215,7 @@ class OwnPart(Generic[E]):
             begun=state.is_begun,
             trained_in=state.trained_in,
             ready=state.phase == "ready",
-            gate=state.gate,
+            barrier=state.barrier,
             held=held_by(self.engine),
             stale=not self.engine.is_gathered,
             reduced=self._reduced_part(),
@@ -233,7 +233,7 @@ class OwnPart(Generic[E]):
     def finish_step(self, settlement: Settlement, share: MemberAssignment) -> None:
         """If the settlement says so, take the step for which this member is ready."""
         if share.steps:
-            self.step(StepBarrier(*settlement.gate))
+            self.step(StepBarrier(*settlement.barrier))
             self.notes.marks.pulse.finish()
         else:
             self.undo()

@@ -38,7 +38,7 @@ class IterationState(Struct):
     """The generation in which it last trained."""
     redone: int = 0
     """How often the members have begun this iteration anew after an overflow of exact sums."""
-    gate: tuple[float, ...] = ()
+    barrier: tuple[float, ...] = ()
     """The values of the step barrier at its last step in the current generation."""
 
     @property
@@ -94,9 +94,9 @@ class StepBegan(Struct, frozen=True):
 
 
 class StepTaken(Struct, frozen=True):
-    """The optimizer has stepped, or skipped its step. `gate`: with the barrier's values."""
+    """The optimizer has stepped, or skipped its step. `barrier`: with the barrier's values."""
 
-    gate: tuple[float, ...] = ()
+    barrier: tuple[float, ...] = ()
 
 
 class Assigned(Struct, frozen=True):
@@ -219,7 +219,7 @@ def nothing(state: IterationState, happening: Any) -> None:
 
 def train_in_this_generation(state: IterationState, happening: Began) -> None:
     if state.trained_in != happening.generation:
-        state.trained_in, state.gate = happening.generation, ()
+        state.trained_in, state.barrier = happening.generation, ()
 
 
 def count_micro_batches(state: IterationState, happening: UnitPassed) -> None:
@@ -236,7 +236,7 @@ def count_attempt(state: IterationState, happening: Overflowed) -> None:
 
 
 def count_iteration(state: IterationState, happening: StepTaken) -> None:
-    state.gate = happening.gate or state.gate
+    state.barrier = happening.barrier or state.barrier
     state.step_version += 1
     state.redone, state.done, state.owned = 0, [], ()
 
@@ -258,7 +258,7 @@ def resume_without_a_sum(state: IterationState, happening: Settled) -> None:
 
 def take_over_state(state: IterationState, happening: StateReplaced) -> None:
     state.step_version = happening.step_version
-    state.done, state.owned, state.gate, state.redone = [], (), (), 0
+    state.done, state.owned, state.barrier, state.redone = [], (), (), 0
 
 
 # --- the table ---

@@ -34,10 +34,10 @@ class Sum(NamedTuple):
 
 
 class PassedBarrier(NamedTuple):
-    """All members have entered the step barrier, with their parts reduced. `gate` has what they
+    """All members have entered the step barrier, with their parts reduced. `barrier` has what they
     added, `scale` is the loss scale, and `checks` is what they compare (checks.py)."""
 
-    gate: StepBarrier
+    barrier: StepBarrier
     scale: float = 1.0
     checks: tuple[int, ...] = ()
 
@@ -99,7 +99,7 @@ class GradientSum(Protocol):
         """As `barrier`, for a member that has no gradients."""
         ...
 
-    def stepped(self, gate: StepBarrier) -> None:
+    def stepped(self, barrier: StepBarrier) -> None:
         """The iteration counts, with this sum. The optimizer may have skipped its step."""
 
 
@@ -166,7 +166,7 @@ class BackedSum:
     def barrier_of_standby(self, checks: tuple[int, ...]) -> Result[PassedBarrier]:
         return self._enter(on_device((0.0, 0.0), self.engine.device), None)
 
-    def stepped(self, gate: StepBarrier) -> None:
+    def stepped(self, barrier: StepBarrier) -> None:
         return
 
     def _enter(self, mine: Tensor, scale: Tensor | None) -> Result[PassedBarrier]:
