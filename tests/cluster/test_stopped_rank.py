@@ -15,12 +15,21 @@ import pytest
 from twins import Twins, small
 from unicron.workers.agent.agent import LOOK_S
 from unicron.workers.host import linux
+from up_cluster import until
 
 VICTIM = 2
 STOPPED_S_MAX = 4.0
 """In the cluster's policy; enough time to continue a rank on a busy machine."""
 BUSY_S_MAX = 30.0
 """Limit for the survivors' step on a busy machine; any other deadline is a minute or more."""
+
+
+def stop(pid: int) -> None:
+    """Stop all threads of a process. One of them takes the signal and stops the others: until it
+    has a core, they go on."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = [int(thread) for thread in os.listdir(f"/proc/{pid}/task")]
+    until(lambda: all((one := linux.read(thread)) and one.state == "T" for thread in threads))
 
 
 class Story:
@@ -43,7 +52,7 @@ class Story:
             if rank != VICTIM:  # in the collective that the victim does not enter
                 cluster.wait_traced(task, event="bucket", iteration=iteration, rank=rank)
         struck_s = time.time()  # before the kill, because this process may lose its core there
-        os.kill(line["pid"], signal.SIGSTOP)
+        stop(line["pid"])
         hold.unlink()
         return iteration, line["pid"], struck_s
 
