@@ -73,6 +73,14 @@ def page(facts: Plain, *, option: str = "") -> list[str]:
         "",
         *_state(facts),
     ]
+    if facts["num_times"] > 1:
+        lines += fmt.labelled("again", f"its fault came {facts['num_times']} times")
+    if facts["outcome"] == "recovering":
+        lines += fmt.labelled(
+            "recovers",
+            "it trains again, and is healed at iteration "
+            f"{fmt.count(facts['until_iteration'])} if the fault stays away",
+        )
     if facts["part_of"]:
         lines += fmt.labelled("part of", facts["part_of"])
     for one in facts["on_purpose"]:

@@ -54,9 +54,9 @@ PHASES = (
     ("decide", "detected_s", "decided_s"),
     ("rebuild", "decided_s", "resumed_s"),
     ("step", "resumed_s", "stepped_s"),
-    ("full", "stepped_s", "closed_s"),
+    ("full", "stepped_s", "whole_s"),
 )
-"""Name, start, end. `full`: from the first iteration to full size."""
+"""Name, start, end, of the first occurrence. `full`: from the first iteration to full size."""
 PAUSED_PHASES = (
     *PHASES[:2],
     ("held", "decided_s", "ordered_s"),
@@ -170,6 +170,8 @@ def facts_of(
         "status": known.status,
         "severity": known.severity,
         "outcome": one.outcome,
+        "num_times": known.num_times,
+        "until_iteration": known.until_iteration if one.outcome == "recovering" else 0,
         "detected_s": one.detected_s,
         "closed_s": one.closed_s,
         "seq": history.seq,
@@ -368,7 +370,8 @@ def _phase(name: str, from_s: float, to_s: float, bound: str = "") -> Plain:
 def rule(body: IncidentOpened | IncidentEscalated) -> str:
     """Why a decision has its severity."""
     if isinstance(body, IncidentEscalated):
-        return "more of the same incident"
+        again = f"the same fault again, the {body.num_times}. time, before it counted as healed"
+        return again if body.num_times else "more of the same incident"
     by_table, status = severity_of(body.status), status_in_words(body.status)
     if by_table == body.severity:
         return f"{status!r} is {by_table}"

@@ -680,6 +680,11 @@ IncidentFacts = TypedDict(
         "status": str,
         "severity": str,
         "outcome": str,
+        "num_times": Annotated[int, Meta(description="How often its fault occurred")],
+        "until_iteration": Annotated[
+            int,
+            Meta(description="Of one that recovers: it closes at that iteration. 0: it does not"),
+        ],
         "detected_s": float,
         "closed_s": float | None,
         "seq": int,

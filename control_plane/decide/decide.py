@@ -100,8 +100,8 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
     shut it down, affects only the tasks that use it, because many nodes may be lost at once. Any
     other record affects the task that it names, or the task of its deadline. The exit of a process
     also affects each task that has a seat without a process on that node: the seat may wait for the
-    slot. Progress affects only a task with faults or an incident, since it may close the incident
-    or show a straggler, and one that ends because of its loss. An answer to an order has no effect
+    slot. Progress affects only a task with faults or an incident, also a recovering one, since it
+    may close it, or show a straggler, and one that ends because of its loss. An answer to an order has no effect
     while other answers are outstanding. While healing is paused, `decisions` looks at every task
     after each record.
     """
@@ -125,7 +125,8 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
     if task is None:
         return []
     if isinstance(body, _PROGRESS):
-        moves = task.incident or task.faults or task.suspects or task.ending
+        is_due = task.incident or task.recovering or task.faults
+        moves = is_due or task.suspects or task.ending
         return [task] if moves else []
     # The RankReady of a command's process answers no order.
     unsolicited = isinstance(body, r.RankReady) and not task.heals_in_memory

@@ -11,6 +11,7 @@ from ...events.records.envelope import Record
 from ...events.records.types import Seat
 from ..incidents.hangs import WAITED_FOR
 from ..incidents.node_incidents import update_undecided
+from ..incidents.recovery import deadline_name
 from ..incidents.severity import worst
 from ..state.cluster import NUM_INCIDENTS_MAX, ClusterState
 from ..state.incident import NUM_FAILURES_MAX, Incident, Suspect
@@ -60,6 +61,7 @@ def incident_opened(state: ClusterState, record: Record, body: d.IncidentOpened)
         evidence=list(body.evidence),
         opened_s=record.at_s,
         iterations_lost=None if task is not None and not task.heals_in_memory else 0,
+        begun_iteration=task.max_iteration if task is not None else 0,
     )
     count_sev1_fault(state, incident, body, on_purpose=_was_injected(state, task, body.node))
     assign_evidence(state, incident, body)
@@ -107,8 +109,32 @@ def incident_escalated(state: ClusterState, record: Record, body: d.IncidentEsca
     incident.ranks = sorted({*known, *body.ranks})
     incident.evidence += [x for x in body.evidence if x not in incident.evidence]
     if task is not None:
+        if body.num_times:
+            _returned(state, task, incident, body.num_times)
         _update_evidence(incident, task, opened=False)
         _settle_faults(state, task, incident, body)
+
+
+def _returned(state: ClusterState, task: Task, incident: Incident, num_times: int) -> None:
+    """The fault of a recovering incident has come back. It counts as a fault of its own."""
+    edits.clear_deadline(state, deadline_name(incident))
+    task.recovering = [number for number in task.recovering if number != incident.id]
+    task.incident = incident.id
+    incident.num_times, incident.recovering_s = num_times, 0.0
+    incident.begun_iteration = task.max_iteration
+    state.num_faults += is_fault(state, task, incident)
+    update_mtbf(state)
+
+
+def incident_recovering(state: ClusterState, record: Record, body: d.IncidentRecovering) -> None:
+    incident = state.incidents.get(body.of)
+    task = state.tasks.get(incident.task) if incident is not None else None
+    if incident is None or task is None or task.incident != incident.id:
+        return
+    incident.recovering_s, incident.until_iteration = record.at_s, body.until_iteration
+    task.incident = 0
+    task.recovering.append(incident.id)
+    edits.set_deadline(state, deadline_name(incident), state.policy.passing_s_max)
 
 
 def _down_since_s(state: ClusterState, task: Task, ranks: tuple[int, ...]) -> float:
@@ -198,6 +224,11 @@ def incident_closed(state: ClusterState, record: Record, body: d.IncidentClosed)
         node.incident = 0
         update_undecided(state)
     task = state.tasks.get(incident.task)
+    if task is not None and incident.recovering_s:
+        edits.clear_deadline(state, deadline_name(incident))
+        task.recovering = [number for number in task.recovering if number != incident.id]
+        task.healed += body.outcome == "healed"
+    incident.recovering_s = 0.0
     if task is not None and task.incident == incident.id:
         if body.outcome == "failed":
             task.ending, task.why = task.ending or "failed", body.why
@@ -325,7 +356,7 @@ def task_ended(state: ClusterState, record: Record, task: Task, body: d.TaskEnde
     for what in ("publish", "save"):
         edits.clear_deadline(state, f"{what}/{task.id}")
     edits.set_members(task, ())
-    task.target, task.incident, task.faults = (), 0, []
+    task.target, task.incident, task.recovering, task.faults = (), 0, [], []
     for slot in task.blamed_slots:  # only its processes have blamed them
         node = state.nodes.get(slot.node)
         if node is not None and not is_proved(node, slot.index):

@@ -198,6 +198,7 @@ HANDLERS: dict[type[t.Body], Handler] = {
     r.DeadLettersHandled: _recorded,
     d.IncidentOpened: decisions.incident_opened,
     d.IncidentEscalated: decisions.incident_escalated,
+    d.IncidentRecovering: decisions.incident_recovering,
     d.IncidentClosed: decisions.incident_closed,
     d.PlanChosen: decisions.plan_chosen,
     d.StragglerCostEstimated: stragglers.straggler_cost_estimated,

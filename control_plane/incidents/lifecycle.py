@@ -2,12 +2,18 @@
 
 from collections.abc import Iterator
 
-from ...events.records.decisions import IncidentClosed, IncidentEscalated, IncidentOpened
+from ...events.records.decisions import (
+    IncidentClosed,
+    IncidentEscalated,
+    IncidentOpened,
+    IncidentRecovering,
+)
 from ...events.records.statuses import LOST_CONNECTION, TASK_HANG
 from ...events.records.types import Body, Outcome, Seat, Severity
 from ..state.cluster import ClusterState
+from ..state.incident import Incident
 from ..state.task import Task
-from . import blame
+from . import blame, recovery
 from .node_loss import lost_nodes
 from .root_cause import Cause, accused_peer, root_cause
 from .severity import worst
@@ -63,7 +69,7 @@ def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
     )
     if last := blame.cannot_start(task, cause):
         yield from blame.acquit(task, f"{last}: {why}")
-        yield _close(state, task, "failed", f"{last}: {why}")
+        yield _close(state, state.incidents[task.incident], "failed", f"{last}: {why}")
         return
     cleared, bad = blame.refuted(task, cause), blame.guilty(state, task, cause)
     yield from blame.judge_failures(task, cause, cleared, bad)
@@ -109,7 +115,7 @@ def _give_up(
     if not cleared:
         yield from blame.acquit(task, why)
         yield from blame.leave_open(task, ranks, why)
-    yield _close(state, task, "failed", why)
+    yield _close(state, state.incidents[task.incident], "failed", why)
 
 
 def _budget_spent(state: ClusterState) -> str:
@@ -141,31 +147,61 @@ def network_incident(state: ClusterState, task: Task) -> Iterator[Body]:
 
 
 def close_incident(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Close the incident when the task steps with its whole target: healed, or set back."""
+    """When the task steps with its whole target, its incident is recovering; closed, healed or set
+    back, when the fault has stayed away."""
     incident = state.incidents.get(task.incident)
-    if incident is None or incident.down_since_s >= 0 or task.ending or not task.target:
-        return
+    if incident is not None and (why := _steps_whole(task, incident)):
+        if recovery.has_stayed_away(state, task, incident):
+            yield _close(state, incident, _good(incident), why)
+        else:
+            yield IncidentRecovering(
+                of=incident.id,
+                until_iteration=recovery.until_iteration(state, incident),
+                pause_s=incident.pause_s,
+                iterations_lost=incident.iterations_lost,
+                why=why,
+            )
+    for incident in [state.incidents[number] for number in task.recovering]:
+        if not task.ending and recovery.has_stayed_away(state, task, incident):
+            yield _close(state, incident, _good(incident), _stayed_away(state, task, incident))
+
+
+def _steps_whole(task: Task, incident: Incident) -> str:
+    """How the task steps with its whole target, for people; empty: it does not."""
+    if incident.down_since_s >= 0 or task.ending or not task.target:
+        return ""
     if task.phase != "training" or (task.heals_in_memory and task.stepped != task.generation):
-        return
+        return ""
     full = all(
         (rank := task.ranks.get(seat.rank)) is not None
         and rank.slot == seat.slot
         and (not task.heals_in_memory or task.member(seat.rank) is not None)
         for seat in task.target
     )
-    if full and len(task.ranks) == len(task.target):
-        what = (
-            f"generation {task.generation} steps" if task.heals_in_memory else "all processes run"
-        )
-        outcome: Outcome = "set back" if incident.iterations_lost else "healed"
-        yield _close(state, task, outcome, f"{what}, {len(task.target)} of {len(task.target)}")
+    if not full or len(task.ranks) != len(task.target):
+        return ""
+    what = f"generation {task.generation} steps" if task.heals_in_memory else "all processes run"
+    return f"{what}, {len(task.target)} of {len(task.target)}"
+
+
+def _good(incident: Incident) -> Outcome:
+    return "set back" if incident.iterations_lost else "healed"
+
+
+def _stayed_away(state: ClusterState, task: Task, incident: Incident) -> str:
+    num = task.max_iteration - incident.begun_iteration
+    if num >= state.policy.restart_iterations:
+        return f"{num} iterations beyond the fault"
+    return f"the fault has not come back for {state.policy.passing_s_max:g} s (passing_s_max)"
 
 
 def end_incident(state: ClusterState, task: Task, why: str) -> Iterator[Body]:
-    """Close the incident of a task that has ended."""
+    """Close the incidents of a task that has ended. One that has trained to its end is healed."""
     incident = state.incidents.get(task.incident)
     if incident is not None and not incident.outcome:
-        yield _close(state, task, "ended", why)
+        yield _close(state, incident, "ended", why)
+    for incident in [state.incidents[number] for number in task.recovering]:
+        yield _close(state, incident, "ended" if task.ending else _good(incident), why)
 
 
 def _open_or_escalate(
@@ -182,6 +218,9 @@ def _open_or_escalate(
     keeps_slots: bool = False,
 ) -> Body:
     incident = state.incidents.get(task.incident)
+    num_times = 0
+    if incident is None and (incident := recovery.returned(state, task, status, node, ranks)):
+        num_times = incident.num_times + 1
     if incident is not None and not incident.outcome:
         # The severity is that of the new evidence: SEV1 disables only the slots of `ranks`.
         return IncidentEscalated(
@@ -194,6 +233,7 @@ def _open_or_escalate(
             node=node,
             root=root,
             keeps_slots=keeps_slots,
+            num_times=num_times,
         )
     return IncidentOpened(
         severity=severity,
@@ -207,8 +247,7 @@ def _open_or_escalate(
     )
 
 
-def _close(state: ClusterState, task: Task, outcome: Outcome, why: str) -> Body:
-    incident = state.incidents[task.incident]
+def _close(state: ClusterState, incident: Incident, outcome: Outcome, why: str) -> Body:
     source = incident.source
     down_s = state.at_s - incident.down_since_s if incident.down_since_s >= 0 else 0.0
     return IncidentClosed(

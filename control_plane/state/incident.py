@@ -125,6 +125,14 @@ class Incident(Struct, kw_only=True):
     """When it was opened, seconds since 1970."""
     down_since_s: float = -1.0
     """When the task stopped stepping; below 0: it steps."""
+    num_times: int = 1
+    """How often the fault has occurred: again while the incident was recovering."""
+    begun_iteration: int = 0
+    """Iterations that the task had finished, at most, when the fault last occurred."""
+    until_iteration: int = 0
+    """While it is recovering: when the task has finished so many iterations, it is closed."""
+    recovering_s: float = 0.0
+    """Since when the task trains again (IncidentRecovering); 0: it does not, or it is closed."""
     pause_s: float = 0.0
     """From detection to the first step; 0 while it is open."""
     iterations_lost: int | None = 0

@@ -462,6 +462,8 @@ class Task(Struct, kw_only=True):
     slow_restarts: dict[str, int] = field(default_factory=dict[str, int])
     """By slot (node/index): restarts of stragglers there."""
     incident: int = 0
+    recovering: list[int] = field(default_factory=list[int])
+    """Its incidents that are recovering: the task is whole, and `incident` is another one or 0."""
     healed: int = 0
     iterations_lost: int = 0
 

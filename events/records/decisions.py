@@ -40,6 +40,25 @@ class IncidentEscalated(Body, frozen=True):
     root: bool = False
     keeps_slots: bool = False
     """As in IncidentOpened."""
+    num_times: int = 0
+    """The same fault has come back while the incident was recovering: for the how manieth time it
+    is there now. 0: it is the same occurrence."""
+
+
+class IncidentRecovering(Body, frozen=True):
+    """The task trains again on the slots of the plan. Its incident stays open, without need of
+    anything, until the task has trained `restart_iterations` beyond the fault, or has not met it
+    again for `passing_s_max` (IncidentClosed). The same fault before that is the same incident
+    (IncidentEscalated.num_times)."""
+
+    of: int
+    until_iteration: int
+    """It closes when the task has finished so many iterations."""
+    pause_s: float
+    """From detection to the first step, so far: of all occurrences of the fault."""
+    iterations_lost: int | None
+    """As in IncidentClosed, so far."""
+    why: str
 
 
 class ExperimentBegun(Body, frozen=True):
@@ -83,7 +102,8 @@ class SlotsJudged(Body, frozen=True):
 
 class IncidentClosed(Body, frozen=True):
     """`healed`: the task steps again on the slots of the plan and has lost no iteration. `set
-    back`: it steps again and has lost iterations. `pause_s` is from detection to the first step.
+    back`: it steps again and has lost iterations. From decider version 26 on, both only when the
+    fault has stayed away (IncidentRecovering). `pause_s` is from detection to the first step.
 
     Of the micro-batches of the interrupted iteration, the gradients of `kept` were kept, and
     `dealt` were reassigned. `iterations_lost` counts steps that were done again (None: a command

@@ -452,7 +452,9 @@ TEMPLATES = {
     "StragglerCostEstimated": "{node} costs {cost_waf:~FLOP/s}, draining it {drain_waf:drained}: "
     "{why}",
     "IncidentOpened": "{severity} {status:status}, {:where}: {why}",
-    "IncidentEscalated": "inc-{of} {severity} {ranks:ranks}: {why}",
+    "IncidentEscalated": "inc-{of} {severity} {ranks:ranks}{num_times:?, time {num_times}}: {why}",
+    "IncidentRecovering": "inc-{of} recovers, pause {pause_s:ms} so far, "
+    "until iteration {until_iteration:,}{why:because}",
     "IncidentClosed": "inc-{of} {outcome}, pause {pause_s:ms}, {:cost}{why:because}",
     "ThroughputSet": "task {task} {origin}: {:rates}",
     "PlanChosen": "{trigger}: {num_slots} slots, {:plan}",
@@ -486,7 +488,7 @@ def matches(
 ) -> bool:
     """True if the record passes the filters of `tail`; an empty or None filter passes all.
 
-    `incidents`: the incidents of `task`. IncidentEscalated and IncidentClosed do not name a task.
+    `incidents`: the incidents of `task`. Only IncidentOpened names a task.
     """
     body: Plain = record["body"]
     if kinds and record["kind"] not in kinds:
