@@ -302,6 +302,8 @@ def slots_judged(state: ClusterState, record: Record, task: Task, body: d.SlotsJ
 
 # --- the plan ---
 def throughput_set(state: ClusterState, record: Record, task: Task, body: d.ThroughputSet) -> None:
+    if task.throughput is not None and task.throughput.origin == "measured":
+        task.former_throughput = task.throughput
     task.throughput = body
     if body.origin == "measured":
         learn_slot(state, task, body)

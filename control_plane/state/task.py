@@ -338,6 +338,8 @@ class Task(Struct, kw_only=True):
     """The order that is suppressed while healing is paused."""
     target: tuple[Seat, ...] = ()
     throughput: ThroughputSet | None = None
+    former_throughput: ThroughputSet | None = None
+    """The measured table before `throughput`."""
     modelled: Modelled | None = None
     """T(t, x) by the spec's `model`, computed before the submission."""
     ranks: dict[int, Rank] = field(default_factory=dict[int, Rank])

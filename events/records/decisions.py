@@ -138,6 +138,9 @@ class ThroughputSet(Body, frozen=True):
     origin: Literal["declared", "modelled", "measured"]
     sizes: tuple[int, ...]
     rates_flops: tuple[float, ...]
+    noise: tuple[float, ...] = ()
+    """By size: by which share a measured rate may differ from this one without being another: the
+    spread of the times that it is the median of. 0: not measured. Empty: no size was."""
 
 
 class LossSpiked(Body, frozen=True):

@@ -369,3 +369,18 @@ def test_a_granted_slot_stays_granted_while_it_is_vacated(d: Driver) -> None:
     d.obey(stops)
     check_trains(d, alpha)
     assert [member.rank for member in task_of(d, alpha).members] == [target[0].rank]
+
+
+@pytest.mark.parametrize("order", [("sleep", "train"), ("train", "sleep")])
+def test_in_a_tie_the_task_that_trains_keeps_its_slots(order: tuple[str, str]) -> None:
+    """A node of both is drained; the rates are equal, but a command's is nominal."""
+    d, small = Driver(nodes=2, slots=4), {"min": 1, "max": 4}
+    for name in order:
+        if name == "train":
+            d.running(spec(name=name, slots=small))
+        else:
+            d.submit(spec(name=name, train=None, command=["sleep", "9"], slots=small))
+            d.obey(d.log[-8:])
+    d.obey(d.tell("operator/1", r.NodeDrained(node="n2")))
+    slots = {it.spec.name: len(it.target) for it in d.state.tasks.values()}
+    assert slots == {"train": 4, "sleep": 0}
