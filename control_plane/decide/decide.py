@@ -7,8 +7,10 @@ from ...events.records import reports as r
 from ...events.records import types as t
 from ...events.records.decisions import LossSpiked, TaskPlaced
 from ...events.records.envelope import Record
+from ...events.records.types import Slot
 from ..fold.edits import LOSSES, task_of_deadline
 from ..incidents import node_incidents
+from ..incidents.blame import is_avoided
 from ..placement import placement
 from ..planner import constraints, explain, hot_spare, pending, straggler_cost
 from ..planner.problem_of_state import PlanningSnapshot, planning_snapshot
@@ -101,9 +103,9 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
     other record affects the task that it names, or the task of its deadline. The exit of a process
     also affects each task that has a seat without a process on that node: the seat may wait for the
     slot. Progress affects only a task with faults or an incident, also a recovering one, since it
-    may close it, or show a straggler, and one that ends because of its loss. An answer to an order has no effect
-    while other answers are outstanding. While healing is paused, `decisions` looks at every task
-    after each record.
+    may close it or show a straggler, and one that ends because of its loss. An answer to an order
+    has no effect while other answers are outstanding. While healing is paused, `decisions` looks at
+    every task after each record.
     """
     body = record.body
     number: int = getattr(body, "task", 0)
@@ -177,12 +179,24 @@ def plan(state: ClusterState) -> Iterator[t.Body]:
             yield from pending.record_reason(task, state.starts_held)
 
 
+def _preferred(
+    state: ClusterState, tasks: list[Task], counts: tuple[int, ...], snapshot: PlanningSnapshot
+) -> tuple[Slot, ...]:
+    """The slots without free ones on avoided nodes, if there are enough of them."""
+    avoided = {name for name, node in state.nodes.items() if is_avoided(state, node)}
+    if not avoided or snapshot.barred:
+        return snapshot.slots
+    mine = {seat.slot for task in tasks for seat in task.target}
+    slots = [slot for slot in snapshot.slots if slot.node not in avoided or slot in mine]
+    return tuple(slots) if len(slots) >= sum(counts) else snapshot.slots
+
+
 def place(
     state: ClusterState, tasks: list[Task], counts: tuple[int, ...], snapshot: PlanningSnapshot
 ) -> Iterator[t.Body]:
     """Record the changed seats of all tasks. Tasks that do not grow come first."""
     labels = {name: node.labels for name, node in state.nodes.items()}
-    slots = snapshot.slots
+    slots = _preferred(state, tasks, counts, snapshot)
     seats = placement.place(tasks, counts, slots, labels, snapshot.barred)
     for task in sorted(tasks, key=lambda task: (len(seats[task.id]) > len(task.target), task.id)):
         if seats[task.id] != task.target:

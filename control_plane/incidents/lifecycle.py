@@ -13,7 +13,7 @@ from ...events.records.types import Body, Outcome, Seat, Severity
 from ..state.cluster import ClusterState
 from ..state.incident import Incident
 from ..state.task import Task
-from . import blame, recovery
+from . import blame, recovery, unnamed
 from .node_loss import lost_nodes
 from .root_cause import Cause, accused_peer, root_cause
 from .severity import worst
@@ -67,16 +67,23 @@ def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
         root=cause.root,
         keeps_slots=severity == "SEV1" and not cause.is_proved,
     )
+    if cause.severity == "SEV3" and cause.status in blame.UNNAMED and not cause.is_proved:
+        yield from _unnamed(state, task, cause)
+        return
     if last := blame.cannot_start(task, cause):
         yield from blame.acquit(task, f"{last}: {why}")
         yield _close(state, state.incidents[task.incident], "failed", f"{last}: {why}")
         return
     cleared, bad = blame.refuted(task, cause), blame.guilty(state, task, cause)
+    has_moved_on = bool(cleared) and blame.has_moved_on(task, cleared)
     yield from blame.judge_failures(task, cause, cleared, bad)
     if bad and not cleared:
         return  # the slots are out, and the plan moves the ranks that fail there
+    if has_moved_on:
+        cleared = ()  # it may move again
     spent = blame.exhausted(state, task, cause, cleared)
-    tried = spent or (cause.ranks if blame.says_device(task, cause) else ())
+    hung = blame.hung_twice(state, task, cause)
+    tried = spent or hung or (cause.ranks if blame.says_device(task, cause) else ())
     if spent and cause.is_proved:  # of an error that alone takes no slot out
         names = " ".join(str(number) for number in spent)
         spent_why = f"rank {names} {_budget_spent(state)}, its slot is taken out"
@@ -84,12 +91,30 @@ def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
             state, task, "SEV1", cause.status, "", spent, spent_why, cause.evidence
         )
         return
-    whys = _budget_spent(state) if spent else f"reports {cause.status}"
+    whys = f"reports {cause.status}" if not hung else "has hung there twice in 24 h"
+    whys = _budget_spent(state) if spent else whys
     experiment = blame.experiment(state, task, cause.status, tried, whys)
     if experiment is not None and not cleared:
         yield experiment
     elif spent and not blame.may_pass(state, task):
         yield from _give_up(state, task, cause, spent, cleared)
+
+
+def _unnamed(state: ClusterState, task: Task, cause: Cause) -> Iterator[Body]:
+    """Nothing names the cause: what it shares with others like it moves. The task fails only if the
+    fault is everywhere, or if there are no slots to try."""
+    is_over = unnamed.is_everywhere(state, task)
+    if not is_over:
+        yield from unnamed.experiment(state, task, cause.status)
+        spent = blame.exhausted(state, task, cause, ())
+        is_over = bool(spent) and not unnamed.may_go_on(state, task)
+    if is_over:
+        at = f"at iteration {task.max_iteration}"
+        lasts = f"for more than {state.policy.passing_s_max:g} s (passing_s_max)"
+        where = "whatever nodes it has" if not task.common_nodes else "no slot is left to try"
+        why = f"{cause.status} again and again {at}, {lasts}, {where}: {cause.why}"
+        yield _open_or_escalate(state, task, "SEV1", cause.status, "", (), why, cause.evidence)
+        yield _close(state, state.incidents[task.incident], "failed", why)
 
 
 def _give_up(
@@ -104,6 +129,12 @@ def _give_up(
     if without is not None:
         yield without
         return
+    if cleared and cause.status == TASK_HANG:
+        ranks_there = " ".join(str(number) for number in ranks)
+        budget = f"rank {ranks_there} hangs in iteration {task.max_iteration} wherever it is"
+        why = f"{budget}{blame.elsewhere(task, ranks, cleared)}: {cause.why}"
+        yield from _fail(state, task, cause, ranks, cleared, why)
+        return
     could_pass = task.failures is not None and task.failures.can_pass
     budget = (
         f"failed for more than {state.policy.passing_s_max:g} s (passing_s_max)"
@@ -111,6 +142,17 @@ def _give_up(
         else _budget_spent(state)
     )
     why = f"{budget}{blame.elsewhere(task, ranks, cleared)}: {cause.why}"
+    yield from _fail(state, task, cause, ranks, cleared, why)
+
+
+def _fail(
+    state: ClusterState,
+    task: Task,
+    cause: Cause,
+    ranks: tuple[int, ...],
+    cleared: tuple[Seat, ...],
+    why: str,
+) -> Iterator[Body]:
     yield _open_or_escalate(state, task, "SEV1", cause.status, "", (), why, cause.evidence)
     if not cleared:
         yield from blame.acquit(task, why)
@@ -129,10 +171,12 @@ def _budget_spent(state: ClusterState) -> str:
 
 
 def network_incident(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Open a SEV3 incident if only a collective failed, before the reattempt in place."""
+    """Open a SEV3 incident if only a collective failed, before the reattempt in place; or tell an
+    open one that it failed again. What comes back is put on what its members share."""
     failed = [rank for rank in task.living_members() if rank.failed == task.generation]
-    if failed and task.failed_s >= 0 and not task.incident:
+    if failed and task.failed_s >= 0 and not unnamed.is_known(state, task):
         accused, blamed = accused_peer(task)
+        blamed = blamed or tuple(rank.rank for rank in failed)
         named = f"; several nodes name {accused} as the peer" if blamed else ""
         yield _open_or_escalate(
             state,
@@ -140,10 +184,11 @@ def network_incident(state: ClusterState, task: Task) -> Iterator[Body]:
             "SEV3",
             failed[0].failed_status,
             accused or failed[0].slot.node,
-            blamed or tuple(rank.rank for rank in failed),
+            blamed if not task.incident else (),
             f"a collective failed, no rank is lost{named}",
             tuple(rank.failed_seq for rank in failed),
         )
+        yield from unnamed.experiment(state, task, failed[0].failed_status)
 
 
 def close_incident(state: ClusterState, task: Task) -> Iterator[Body]:

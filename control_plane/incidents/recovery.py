@@ -1,6 +1,5 @@
-"""Recovering incidents: the task trains again, and whether the fault stays away is not known yet."""
+"""Recovering incidents: the task trains again, and whether the fault stays away is not known."""
 
-from ...events.records.types import Severity
 from ..state.cluster import ClusterState
 from ..state.incident import Incident
 from ..state.task import Task
@@ -36,7 +35,7 @@ def returned(
     of the task in whichever rank."""
     series = task.failures
     in_any_rank = series is not None and series.status == status and series.num > 1
-    of_node = _is_of_machine(status)
+    of_node = TABLE.get(status) == "SEV1"
     for number in reversed(task.recovering):
         incident = state.incidents[number]
         if incident.status == status and (
@@ -46,8 +45,3 @@ def returned(
         ):
             return incident
     return None
-
-
-def _is_of_machine(status: str) -> bool:
-    severity: Severity = TABLE.get(status, "SEV2")
-    return severity == "SEV1"

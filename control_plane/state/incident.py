@@ -71,6 +71,35 @@ class FailureSeries(Struct, kw_only=True):
     """Whether an experiment has shown that a slot is not at fault: no other one is made."""
 
 
+class UnnamedFault(Struct, frozen=True, kw_only=True):
+    """A fault whose cause nothing names: a collective that failed or did not end."""
+
+    at_s: float
+    """When it was decided upon, seconds since 1970."""
+    task: int
+    incident: int
+    generation: int
+    """The task's generation in which it occurred."""
+    status: str
+    """The fault's kind (events/records/statuses.py)."""
+    iteration: int
+    """Iterations that the task had finished, at most."""
+    nodes: tuple[str, ...]
+    """The nodes that explain it; empty: too many do."""
+    links: tuple[tuple[str, str], ...] = ()
+    """The pairs of nodes between which members said that nothing came through."""
+
+
+class HungRank(Struct, frozen=True, kw_only=True):
+    """A rank that hung in its own work."""
+
+    at_s: float
+    """When it was decided upon, seconds since 1970."""
+    task: int
+    rank: int
+    slot: Slot
+
+
 class Suspect(Struct, frozen=True, kw_only=True):
     """A slot that a rank has left as an experiment (ExperimentBegun)."""
 
@@ -79,6 +108,10 @@ class Suspect(Struct, frozen=True, kw_only=True):
     """How the rank failed there."""
     why: str
     """The reason of the experiment, for people."""
+    iteration: int = -1
+    """Iterations that the task had finished, at most, when the rank left the slot."""
+    is_unnamed: bool = False
+    """The fault had no name: what other ranks do tells, too (incidents/unnamed.py)."""
     is_exchanged: bool = False
     """Another rank of the task has the slot now."""
 

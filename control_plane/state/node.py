@@ -167,6 +167,9 @@ class Node(Struct, kw_only=True):
     """By disabled slot: the reason."""
     slots_suspected: dict[int, str] = field(default_factory=dict[int, str])
     """By slot: why it is suspected. It stays in use, and is suspected until a task trains on it."""
+    avoided_s: float = 0.0
+    """When a fault without a name stayed away after ranks had left the node; 0: never. For a day
+    placement prefers other nodes."""
     slots_unhealthy: list[int] = field(default_factory=list[int])
     """Slots that a check reports unhealthy. They are enabled after a time without such a report."""
     slots_recovering: dict[int, float] = field(default_factory=dict[int, float])

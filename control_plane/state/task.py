@@ -359,6 +359,10 @@ class Task(Struct, kw_only=True):
     slots_max: int = 0
     """It may have at most so many slots, since ranks beyond fail everywhere; 0: no such limit."""
     reattempts: int = 0
+    common_nodes: list[str] = field(default_factory=list[str])
+    """The nodes that were members at each fault without a name since it last made progress."""
+    unnamed_s: float = 0.0
+    """When the first of these faults was; 0: there is none."""
     declined: str = ""
     """Why its processes cannot recover in memory, although the spec asks for it."""
     adopted: bool = False

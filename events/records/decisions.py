@@ -52,6 +52,7 @@ class IncidentRecovering(Body, frozen=True):
     (IncidentEscalated.num_times)."""
 
     of: int
+    """The incident."""
     until_iteration: int
     """It closes when the task has finished so many iterations."""
     pause_s: float
@@ -59,6 +60,21 @@ class IncidentRecovering(Body, frozen=True):
     iterations_lost: int | None
     """As in IncidentClosed, so far."""
     why: str
+    """How the task trains, for people."""
+
+
+PlaceKind = Literal["host", "link", "rack", "switch"]
+
+
+class Suspicion(Struct, frozen=True):
+    """A place that explains faults without a name."""
+
+    kind: PlaceKind
+    """A node, the link between two, or the nodes with one label."""
+    name: str
+    """A node, two nodes, or a label."""
+    num: int
+    """How many such faults of the last 24 h, of all tasks, it explains."""
 
 
 class ExperimentBegun(Body, frozen=True):
@@ -75,9 +91,11 @@ class ExperimentBegun(Body, frozen=True):
     seats: tuple[Seat, ...] = ()
     """All seats of the task from now on: the ranks have free slots, or those of other ranks in
     exchange. Empty: there are none, and the plan lets the task go on with fewer slots."""
+    considered: tuple[Suspicion, ...] = ()
+    """Of a fault without a name: what else may be at fault, the most suspected first."""
 
 
-Verdict = Literal["slot", "task", "open"]
+Verdict = Literal["slot", "task", "open", "cleared"]
 """What an experiment has shown (SlotsJudged)."""
 
 
@@ -86,14 +104,16 @@ class SlotsJudged(Body, frozen=True):
 
     `slot`: the ranks make progress elsewhere, so the slots are taken out until the task ends.
     `task`: the ranks fail elsewhere in the same way, so no slot is blamed. `open`: no experiment
-    was possible. The slots stay in use; whether the next task trains there will show it.
+    was possible, or what it shows may be chance. The slots stay in use; whether the next task
+    trains there will show it. `cleared`: a fault without a name came back without the slots; those
+    that are out for it return.
     """
 
     task: int
     suspects: tuple[Seat, ...]
-    """The ranks, each with the slot that is judged."""
+    """The ranks, each with the slot that is judged; rank -1: the slot was out already."""
     verdict: Verdict
-    """`slot`, `task` or `open`, as above."""
+    """As above."""
     why: str
     """What the experiment has shown, for people."""
     slots_max: int = 0

@@ -278,6 +278,7 @@ VERDICTS = {
     "slot": "taken out until the task ends",
     "task": "not the slot's fault",
     "open": "suspected, not taken out",
+    "cleared": "not its fault",
 }
 FORMATS: dict[str, Callable[[Any], str]] = {
     "because": _because,
