@@ -280,6 +280,14 @@ VERDICTS = {
     "open": "suspected, not taken out",
     "cleared": "not its fault",
 }
+
+
+def _probed(body: Plain) -> str:
+    if body["error"]:
+        return f"could not probe {body['target']}: {body['error']}"
+    return f"{'reaches' if body['reached'] else 'does not reach'} {body['target']}"
+
+
 FORMATS: dict[str, Callable[[Any], str]] = {
     "because": _because,
     "by": _by,
@@ -309,6 +317,8 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     ),
     "outage": outage,
     "plan": _plan,
+    "probe": lambda nodes: "probes" if len(nodes) == 1 else "probe",
+    "probed": _probed,
     "progress": _progress,
     "ranks": fmt.ranks,
     "rfc3339": fmt.rfc3339,
@@ -396,6 +406,7 @@ TEMPLATES = {
     "DeadLettersHandled": "{act} {:letters}{reason:because}{:by}",
     "TokenChanged": "{act} the token {name}, role {token_role}{reason:because}{:by}",
     "NodeJoined": "{node} {num_slots} {accelerator} slots, pid {pid}, at {host}{labels:labels}",
+    "NodeProbed": "{node} {:probed}",
     "NodeLeft": "{node}: {reason}",
     "AgentRestarting": "{node}: the agent is back within {back_s:g} s; its ranks run on",
     "AgentRestarted": "{node}: agent pid {pid} has adopted the node's processes",
@@ -475,6 +486,7 @@ TEMPLATES = {
     "Resume": _GENERATION + " reports progress from iteration {progress_from}",
     "PublishCheckpoint": "task {task} {path}{remove:?, then removes {remove}}",
     "InjectFault": "on purpose: {:fault}",
+    "ProbeNode": "{nodes:words} {nodes:probe} {node} at {host}, port {port}",
 }
 
 

@@ -178,6 +178,22 @@ class InjectFault(Body, frozen=True):
     stop_s: float
 
 
+class ProbeNode(Body, frozen=True):
+    """Ask the agent of `node` at `host` and the UDP port `port` for a sign of life, and report the
+    answer (NodeProbed). The challenge for it comes beside the order.
+
+    It is carried out once: it is no open order, and an agent whose incarnation is not that in
+    `incarnations`, at its place in `nodes`, ignores it.
+    """
+
+    nodes: tuple[str, ...]
+    incarnations: tuple[int, ...]
+    node: str
+    incarnation: int
+    host: str
+    port: int
+
+
 ORDERS = (
     StartRank,
     StopRank,
@@ -188,6 +204,7 @@ ORDERS = (
     DropMemoryCheckpoints,
     PublishCheckpoint,
     InjectFault,
+    ProbeNode,
 )
 Order = (
     StartRank
@@ -199,4 +216,5 @@ Order = (
     | DropMemoryCheckpoints
     | PublishCheckpoint
     | InjectFault
+    | ProbeNode
 )

@@ -192,7 +192,8 @@ class NodeJoined(Body, frozen=True):
     take `copies_bytes_max` bytes (0: not known). `labels` are the labels that the agent was started
     with. `boot_id` is the kernel's, another after each boot ("": not known). `order_format`: which
     orders the agent reads (order_format.py; 0: those of release 0.3.0). `unlimited`: what the
-    policy limits of a rank, `pids` and `memory`, and this agent cannot limit.
+    policy limits of a rank, `pids` and `memory`, and this agent cannot limit. `probe_port`: the UDP
+    port at which the node answers probes (ProbeNode; 0: at none).
     """
 
     node: str
@@ -207,6 +208,24 @@ class NodeJoined(Body, frozen=True):
     boot_id: str = ""
     order_format: int = 0
     unlimited: tuple[str, ...] = ()
+    probe_port: int = 0
+
+
+class NodeProbed(Body, frozen=True):
+    """The agent of `node` has probed `target` for `order` of `epoch`: it got `proof`, in hex digits
+    ("": none came). `reached`: the proof is that of the target; the leader has verified it, and
+    writes this field itself."""
+
+    node: str
+    incarnation: int
+    target: str
+    target_incarnation: int
+    order: int
+    epoch: int
+    proof: str = ""
+    reached: bool = False
+    error: str = ""
+    """Why the probe was not made, "": it was."""
 
 
 class AgentRestarting(Body, frozen=True):
