@@ -9,7 +9,7 @@ from ...events.records.decisions import LossSpiked, TaskPlaced
 from ...events.records.envelope import Record
 from ...events.records.types import Slot
 from ..fold.edits import LOSSES, task_of_deadline
-from ..incidents import node_incidents
+from ..incidents import node_incidents, probes
 from ..incidents.blame import is_avoided
 from ..placement import placement
 from ..planner import constraints, explain, hot_spare, pending, straggler_cost
@@ -40,6 +40,14 @@ _AFFECTING_ALL = (
     r.QuarantineLifted,
 )
 """Reports that may affect every task: of nodes, of the policy, of what is paused or on."""
+_MAY_PROBE = (
+    r.NodeJoined,
+    r.NodeReachable,
+    r.NodeUnreachable,
+    r.DeadlineReached,
+    r.HealingResumed,
+)
+"""Reports after which a probe may be due, or agents there that can make it."""
 _PROGRESS = (r.TaskProgressed, r.IterationsLogged)
 
 
@@ -65,6 +73,8 @@ def decisions(state: ClusterState, record: Record, plan: Plan) -> Iterator[t.Bod
             yield fault
     yield from task_decisions(state, affected_tasks(state, record))
     yield from node_incidents.decide_nodes(state, record)
+    if state.to_probe and isinstance(record.body, _MAY_PROBE):
+        yield from probes.decide_probes(state)
     for _ in range(2 * len(state.tasks) + 2):
         if (
             not state.replan
@@ -113,6 +123,9 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
         number = task_of_deadline(body.deadline)
     if isinstance(body, _AFFECTING_ALL) or (isinstance(body, r.DeadlineReached) and not number):
         return _all_tasks(state)
+    if isinstance(body, r.NodeProbed):
+        ended = any(node.unreached_seq == record.seq for node in state.nodes.values())
+        return [task for task in _all_tasks(state) if ended and _uses(task, body.target)]
     if isinstance(body, r.NodeUnreachable) or (isinstance(body, r.NodeDrained) and body.down):
         return [task for task in _all_tasks(state) if _uses(task, body.node)]
     if isinstance(body, r.RankExited):

@@ -26,6 +26,7 @@ from .edits import (
 from .hangs import command_hang_timed_out, hang_timed_out
 from .node_health import node_deadline_reached
 from .pauses import RESTART
+from .probes import probe_due
 from .ranks import decline_recovery, is_recovery_unproven
 
 
@@ -199,6 +200,9 @@ def deadline_reached(state: ClusterState, record: Record, body: DeadlineReached)
         state.replan = state.replan or "tasks were submitted"
     elif what == "price":
         schedule_estimate(state, of)
+    elif what == "probe":
+        if (node := state.nodes.get(of)) is not None:
+            probe_due(state, record, node)
     elif what not in _LATE:
         node_deadline_reached(state, what, of)
     else:

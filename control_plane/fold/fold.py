@@ -29,6 +29,7 @@ from . import (
     node_health,
     nodes,
     operator_requests,
+    probes,
     progress,
     ranks,
     stragglers,
@@ -185,6 +186,7 @@ HANDLERS: dict[type[t.Body], Handler] = {
     r.NodeJoined: nodes.node_joined,
     r.OrderRefused: nodes.order_refused,
     r.ReportsLost: nodes.reports_lost,
+    r.NodeProbed: probes.node_probed,
     r.MemoryCheckpointStored: checkpoints.checkpoint_stored,
     r.RankReportsDropped: _recorded,
     r.LossFiniteAgain: _recorded,
@@ -220,6 +222,7 @@ HANDLERS: dict[type[t.Body], Handler] = {
             r.NodeUndrained: operator_requests.node_undrained,
             r.QuarantineLifted: node_health.quarantine_lifted,
             d.NodeQuarantined: node_health.node_quarantined,
+            o.ProbeNode: probes.probe_ordered,
         },
     ),
     **_of(

@@ -83,6 +83,8 @@ class ClusterState(Struct, kw_only=True):
     """Nodes that are unreachable or lost, by name."""
     undecided: list[str] = field(default_factory=list[str])
     """Nodes with pending decisions, by name."""
+    to_probe: list[str] = field(default_factory=list[str])
+    """Nodes that are to be probed as soon as there are agents that can."""
     replan: str = ""
     """Why the last plan is out of date; empty: it is current."""
     frozen: str = ""

@@ -100,20 +100,24 @@ class Driver:
         labels: t.Labels = NO_LABELS,
         copies_bytes_max: int = 0,
         boot_id: str = "",
+        host: str = "127.0.0.1",
+        probe_port: int = 0,
+        order_format: int = ORDER_FORMAT_VERSION,
     ) -> list[Record]:
         return self.tell(
             f"{node}/{incarnation}",
             r.NodeJoined(
                 node=node,
                 incarnation=incarnation,
-                host="127.0.0.1",
+                host=host,
                 pid=1,
                 num_slots=slots,
                 keeper=f"{node}:1",
                 labels=labels,
                 copies_bytes_max=copies_bytes_max,
                 boot_id=boot_id,
-                order_format=ORDER_FORMAT_VERSION,
+                order_format=order_format,
+                probe_port=probe_port,
             ),
         )
 
