@@ -197,6 +197,7 @@ class Agent:
                 boot_id=boot_id(),
                 order_format=ORDER_FORMAT_VERSION,
                 unlimited=unlimited(node.limits),
+                probe_port=node.probe_port,
             )
         )
 

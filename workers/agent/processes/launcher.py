@@ -64,6 +64,8 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
     """Policy.agent_gone_s_max."""
     output_bytes_max: int = OUTPUT_BYTES_MAX
     """Policy.output_bytes_max."""
+    probe_port: int = 0
+    """The UDP port at which the shim answers probes; 0: at none."""
     store_secret: bytes = b""
     """Of the node's checkpoint store (workers/checkpoint_store/protocol.py)."""
 
