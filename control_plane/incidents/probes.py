@@ -19,7 +19,7 @@ TRIALS_NUM_MAX = 5
 """Probes that try whether a healthy node can be reached, until one succeeds."""
 ORDER_FORMAT_MIN = 1
 """The order format of agents that know ProbeNode."""
-RECENTLY_S = 60.0
+RECENTLY_S = 10.0
 """A node that was lost so recently counts among those that are silent at once."""
 
 
