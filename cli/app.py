@@ -17,10 +17,12 @@ from .terminal import console
 from .terminal.options import (
     Ca,
     Checks,
+    ChecksEvery,
     Form,
     Insecure,
     NodeArg,
     NodesArg,
+    ProbePort,
     Reason,
     Since,
     SlotsArg,
@@ -321,21 +323,9 @@ def agent(
             help="Do not monitor the progress of ranks: no stall, no straggler is reported.",
         ),
     ] = False,
-    probe_port: Annotated[
-        int | None,
-        typer.Option(
-            "--probe-port",
-            min=0,
-            max=65535,
-            metavar="PORT",
-            help="The UDP port at which other agents ask whether this node lives, if it falls "
-            "silent; 0: none [the first free one from 8430].",
-        ),
-    ] = None,
+    probe_port: ProbePort = None,
     checks: Checks = None,
-    checks_every: Annotated[
-        float, typer.Option(min=1, metavar="S", help="Seconds between two runs of each check.")
-    ] = 60,
+    checks_every: ChecksEvery = 60,
     checks_limit: Annotated[
         float, typer.Option(min=1, metavar="S", help="Seconds that one run may take.")
     ] = 30,

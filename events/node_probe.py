@@ -19,7 +19,7 @@ SEND_S = 0.1
 SENDS_NUM_MAX = 3
 PROBED_S_MAX = 0.8
 """How long the leader waits for the answers of the probers."""
-RATE_MAX = 10
+RATE_NUM_MAX = 10
 """Challenges a second that a node answers, and probes a second that an agent makes."""
 
 _HEAD = struct.Struct(">8sQQ")

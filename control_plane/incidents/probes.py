@@ -17,7 +17,7 @@ PROBERS_NUM_MIN = 2
 """With fewer answers that nobody reaches the node, that is not known."""
 TRIALS_NUM_MAX = 5
 """Probes that try whether a healthy node can be reached, until one succeeds."""
-ORDER_FORMAT_MIN = 1
+ORDER_FORMAT_NUM_MIN = 1
 """The order format of agents that know ProbeNode."""
 RECENTLY_S = 10.0
 """A node that was lost so recently counts among those that are silent at once."""
@@ -34,8 +34,8 @@ def decide_probes(state: ClusterState) -> Iterator[ProbeNode]:
         if not probers:
             continue
         yield ProbeNode(
-            nodes=tuple(one.name for one in probers),
-            incarnations=tuple(one.incarnation for one in probers),
+            nodes=tuple(prober.name for prober in probers),
+            incarnations=tuple(prober.incarnation for prober in probers),
             node=name,
             incarnation=node.incarnation,
             host=node.host,
@@ -47,20 +47,20 @@ def choose_probers(state: ClusterState, node: Node) -> list[Node]:
     """Agents that are heard, on hosts of their own: in other racks than the node first, and each in
     another rack. None if there are fewer than two such hosts. Linear in the nodes."""
     able = [
-        one
+        other
         for name in sorted(state.nodes)
-        if (one := state.nodes[name]).health == "healthy"
-        and one.order_format >= ORDER_FORMAT_MIN
-        and one.host != node.host
+        if (other := state.nodes[name]).health == "healthy"
+        and other.order_format >= ORDER_FORMAT_NUM_MIN
+        and other.host != node.host
     ]
     begin = state.seq % len(able) if able else 0  # not always the same ones
-    hosts = {one.host: one for one in reversed(able[begin:] + able[:begin])}
+    hosts = {other.host: other for other in reversed(able[begin:] + able[:begin])}
     if len(hosts) < PROBERS_NUM_MIN:
         return []
     there, racks = list(reversed(hosts.values())), {node.labels.rack}
     chosen: list[Node] = []
     while there and len(chosen) < (PROBERS_NUM if node.unreachable else 1):
-        best = next((one for one in there if one.labels.rack not in racks), there[0])
+        best = next((other for other in there if other.labels.rack not in racks), there[0])
         there.remove(best)
         racks.add(best.labels.rack)
         chosen.append(best)

@@ -212,9 +212,9 @@ class NodeJoined(Body, frozen=True):
 
 
 class NodeProbed(Body, frozen=True):
-    """The agent of `node` has probed `target` for `order` of `epoch`: it got `proof`, in hex digits
-    ("": none came). `reached`: the proof is that of the target; the leader has verified it, and
-    writes this field itself."""
+    """The agent of `node` has probed `target` (`target_incarnation`) for `order` of `epoch`: it got
+    `proof`, in hex digits ("": none came). `reached`: the proof is that of the target; the leader
+    has verified it, and writes this field itself."""
 
     node: str
     incarnation: int

@@ -115,8 +115,7 @@ class SimulatedAgent:
         self.processes: dict[int, SimulatedProcess] = {}
         """Slot -> the process on that slot."""
         self.spool: list[Report] = []
-        self._told = self._opens_at = 0
-        """The last report's number; and that of the report behind which the store opens, if any."""
+        self._told = 0
         self._seen: set[int] = set()
         self._wake = asyncio.Event()
         self._goes_on = asyncio.Event()
@@ -156,7 +155,6 @@ class SimulatedAgent:
 
     def leave(self) -> None:
         """Shut down on purpose: end the ranks, report NodeLeft, accept no more orders."""
-        self._opens_at = 0
         self.net.keepers.close(self.node)
         for process in list(self.processes.values()):
             self._exit(process, exit_code=None, signal=15)
@@ -216,7 +214,7 @@ class SimulatedAgent:
             )
         )
         self._keeper_start += 1
-        self._opens_at = self._told
+        self.net.keepers.open_behind(self.node, self._told, self._keeper_start)
 
     def raise_in(self, process: SimulatedProcess, error: str) -> None:
         """Raise an exception in the rank: it reports the error and exits with code 1."""
@@ -256,9 +254,7 @@ class SimulatedAgent:
             await self._goes_on.wait()
             try:
                 acked = await self.port.acked(self.source)
-                if 0 < self._opens_at <= acked:
-                    self._opens_at = 0
-                    self.net.keepers.open(self.node, self._keeper_start)
+                self.net.keepers.acked(self.node, acked)
                 num_acked = sum(1 for x in self.spool if x.source_seq <= acked)
                 del self.spool[:num_acked]
                 num_sent = max(0, num_sent - num_acked)

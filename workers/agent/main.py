@@ -230,9 +230,7 @@ async def _run(
                 shim.end()
                 return await _run(options, lock, secrets, run_as)
             shim.hold(NODE, msgpack.encode(note))
-            shim.serve(node.gone_s)
-            port = _answer_probes(shim, options, joined, incarnation, is_new=not former)
-            node = msgspec.structs.replace(node, probe_port=port)
+            node = _serve_node(shim, node, options, joined, is_new=not former)
             spool, left = open_spools(state_dir / "agents", node.name, node.source)
             sources = (
                 None
@@ -328,14 +326,16 @@ def _node(
     )
 
 
-def _answer_probes(
-    shim: Shim, options: AgentOptions, joined: Joined, incarnation: int, *, is_new: bool
-) -> int:
-    """The port at which the node answers probes; 0: at none. An agent that goes on with an
-    incarnation cannot tell of a new one."""
+def _serve_node(
+    shim: Shim, node: NodeConfig, options: AgentOptions, joined: Joined, *, is_new: bool
+) -> NodeConfig:
+    """From now on the shim holds the node's ranks, and answers probes at `probe_port`. An agent
+    that goes on with an incarnation cannot tell of a new port."""
+    shim.serve(node.gone_s)
     port = options.probe_port if is_new else NO_PORT
-    secret = probe_secret(bytes.fromhex(joined.key), incarnation)
-    return answer_probes(shim, options.host, port, secret)
+    secret = probe_secret(bytes.fromhex(joined.key), node.incarnation)
+    port = answer_probes(shim, options.host, port, secret)
+    return msgspec.structs.replace(node, probe_port=port)
 
 
 def _note(node: NodeConfig, options: AgentOptions) -> dict[str, object]:

@@ -29,7 +29,6 @@ from .delivery.spool import NO_SLOT, Spool
 from .monitoring.flight_recorder_dumps import Dumps, DumpTrigger, request_dumps
 from .monitoring.output_reader import OutputReaders
 from .monitoring.rank_monitor import RankMonitors
-from .prober import Prober
 from .processes.exit_report import ExitReporter, OomLookup, clipped
 from .processes.launcher import MARKER, Launcher, NodeConfig, environment, key_of
 from .processes.pipe import Pipe
@@ -93,7 +92,6 @@ class OrderExecutor:
         self._ranks: dict[Key, RankAttempt] = {}
         self._publisher = Publisher(node.cluster, node.run_as, node.cluster_id)
         self._exit_reporter = ExitReporter(killed)
-        self._prober = Prober(node.name, node.incarnation)
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
 
@@ -227,9 +225,6 @@ class OrderExecutor:
                 # A later incarnation reads the order too; it must not inject the fault again.
                 if order.incarnation == self._node.incarnation:
                     self._inject_fault(order, record.seq)
-            case orders.ProbeNode() as order:
-                if self._prober.is_asked(order):
-                    self._spawn_task(self._probe(order, record, store_keys), f"probe {record.seq}")
             case UnknownBody() as order:
                 self._refuse(
                     record.seq,
@@ -305,9 +300,6 @@ class OrderExecutor:
         task = self._group.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _probe(self, order: orders.ProbeNode, record: Record, keys: StoreKeys) -> None:
-        self._report(await self._prober.probe(order, record, keys), None)
 
     def _of(self, task: int) -> list[RankAttempt]:
         return [rank for rank in self._ranks.values() if rank.order.task == task]

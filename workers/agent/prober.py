@@ -9,12 +9,14 @@ import structlog
 
 from ...events import node_probe
 from ...events.log.identity import StoreKeys
+from ...events.log.port import SentOrder
 from ...events.node_probe import PORT_FIRST, PORTS_NUM, PROBE_S_MAX, SEND_S, SENDS_NUM_MAX
 from ...events.object_storage import reason
 from ...events.records.envelope import Record
 from ...events.records.orders import ProbeNode
 from ...events.records.reports import NodeProbed
 from ..host.probe_port import Rate
+from .delivery.outbox import Put
 from .processes.shim import PROBES, Shim
 
 NO_PORT = 0
@@ -22,11 +24,21 @@ _log = structlog.get_logger("agent")
 
 
 class Prober:
-    """Probes other nodes for the agent of `node`."""
+    """Probes other nodes for the agent of `node`, each probe in a task of `group`."""
 
-    def __init__(self, node: str, incarnation: int) -> None:
+    def __init__(self, node: str, incarnation: int, report: Put, group: asyncio.TaskGroup) -> None:
         self._node, self._incarnation = node, incarnation
-        self._rate = Rate(node_probe.RATE_MAX)
+        self._report, self._group = report, group
+        self._rate = Rate(node_probe.RATE_NUM_MAX)
+
+    def execute(self, sent: SentOrder, order: ProbeNode) -> None:
+        """Carry out an order if it is for this incarnation, and report the answer."""
+
+        async def probe() -> None:
+            self._report(await self.probe(order, sent.record, sent.store_keys), None)
+
+        if self.is_asked(order):
+            self._group.create_task(probe(), name=f"probe {sent.record.seq}")
 
     def is_asked(self, order: ProbeNode) -> bool:
         """Whether the order is for this incarnation: later ones read it too."""
@@ -36,7 +48,7 @@ class Prober:
         """Carry out an order. Takes PROBE_S_MAX if no proof comes."""
         proof, error = b"", ""
         if not self._rate.takes(time.monotonic()):
-            error = f"more than {node_probe.RATE_MAX} probes a second"
+            error = f"more than {node_probe.RATE_NUM_MAX} probes a second"
         elif (challenge := keys.get(order.node)) is None:
             error = "no challenge came with the order"
         else:

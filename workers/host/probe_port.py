@@ -8,7 +8,7 @@ import socket
 import time
 from contextlib import suppress
 
-from ...events.node_probe import DATAGRAM_BYTES, RATE_MAX, proof
+from ...events.node_probe import DATAGRAM_BYTES, RATE_NUM_MAX, proof
 
 LOOKED_AT_NUM_MAX = 1000
 """Datagrams a second that are looked at, whoever sends them: 10 us each."""
@@ -35,7 +35,7 @@ class ProbePort:
     def __init__(self, file: int, secret: bytes) -> None:
         self._socket = socket.socket(fileno=socket.dup(file))
         self._secret = secret
-        self._answers, self._looks = Rate(RATE_MAX), Rate(LOOKED_AT_NUM_MAX)
+        self._answers, self._looks = Rate(RATE_NUM_MAX), Rate(LOOKED_AT_NUM_MAX)
 
     def answer(self) -> None:
         """Answer what has come. Of a flood all but the beginning of each second is dropped."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from unicron.events import node_probe
 from unicron.events.log.identity import StoreKey
-from unicron.events.node_probe import PROBE_S_MAX, RATE_MAX, challenge, is_proof_of
+from unicron.events.node_probe import PROBE_S_MAX, RATE_NUM_MAX, challenge, is_proof_of
 from unicron.events.records.envelope import Record
 from unicron.events.records.orders import ProbeNode
 from unicron.workers.agent.prober import Prober, answer_probes, ask
@@ -95,7 +95,7 @@ def test_ten_probes_a_second_are_answered(shim: Shim) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
         one.settimeout(0.3)
         begun_s = time.monotonic()
-        for order in range(5 * RATE_MAX):
+        for order in range(5 * RATE_NUM_MAX):
             one.sendto(challenge(SECRET, 2, order), (HOST, port))
         num = 0
         try:
@@ -104,7 +104,7 @@ def test_ten_probes_a_second_are_answered(shim: Shim) -> None:
         except TimeoutError:
             pass
         seconds = int(time.monotonic() - begun_s) + 1
-    assert RATE_MAX <= num <= RATE_MAX * seconds
+    assert RATE_NUM_MAX <= num <= RATE_NUM_MAX * seconds
     time.sleep(1.0)
     assert is_proof_of(SECRET, 2, 40, asked(port))
 
@@ -141,19 +141,23 @@ def record(body: ProbeNode) -> Record:
     )
 
 
+def prober(node: str, incarnation: int) -> Prober:
+    return Prober(node, incarnation, lambda *_: None, asyncio.TaskGroup())
+
+
 def test_an_order_is_for_one_incarnation() -> None:
     body = order(("n1", 5), ("n2", 6))
-    assert Prober("n2", 6).is_asked(body)
-    assert not Prober("n2", 5).is_asked(body)
-    assert not Prober("n4", 6).is_asked(body)
+    assert prober("n2", 6).is_asked(body)
+    assert not prober("n2", 5).is_asked(body)
+    assert not prober("n4", 6).is_asked(body)
 
 
 def test_a_prober_says_why_it_has_not_probed() -> None:
     body = order(("n1", 5))
 
     async def probed() -> list[str]:
-        prober = Prober("n1", 5)
-        told = [await prober.probe(body, record(body), {}) for _ in range(RATE_MAX + 1)]
+        own = prober("n1", 5)
+        told = [await own.probe(body, record(body), {}) for _ in range(RATE_NUM_MAX + 1)]
         assert not any(one.proof for one in told)
         return [one.error for one in told]
 
@@ -166,6 +170,6 @@ def test_a_node_without_a_listener_is_not_reached() -> None:
     """A refusal is no answer: it is not signed."""
     body = order(("n1", 5))
     keys = {"n3": StoreKey(0, 0, challenge(SECRET, 2, 40))}
-    told = asyncio.run(Prober("n1", 5).probe(body, record(body), keys))
+    told = asyncio.run(prober("n1", 5).probe(body, record(body), keys))
     assert (told.node, told.target, told.order, told.epoch) == ("n1", "n3", 40, 2)
     assert (told.proof, told.error) == ("", "")
