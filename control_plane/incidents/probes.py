@@ -8,6 +8,7 @@ leader.
 
 from collections.abc import Iterator
 
+from ...events.records.order_format import ADDED_KINDS
 from ...events.records.orders import ProbeNode
 from ..state.cluster import ClusterState
 from ..state.node import Node
@@ -17,8 +18,6 @@ PROBERS_NUM_MIN = 2
 """With fewer answers that nobody reaches the node, that is not known."""
 TRIALS_NUM_MAX = 5
 """Probes that try whether a healthy node can be reached, until one succeeds."""
-ORDER_FORMAT_NUM_MIN = 1
-"""The order format of agents that know ProbeNode."""
 RECENTLY_S = 10.0
 """A node that was lost so recently counts among those that are silent at once."""
 
@@ -50,7 +49,7 @@ def choose_probers(state: ClusterState, node: Node) -> list[Node]:
         other
         for name in sorted(state.nodes)
         if (other := state.nodes[name]).health == "healthy"
-        and other.order_format >= ORDER_FORMAT_NUM_MIN
+        and other.order_format >= ADDED_KINDS[ProbeNode]
         and other.host != node.host
     ]
     begin = state.seq % len(able) if able else 0  # not always the same ones

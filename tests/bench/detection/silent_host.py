@@ -55,6 +55,8 @@ def trials(folder: Path, case: str, num: int, say: Callable[[str], None]) -> lis
 def _begun(cluster: HostsCluster, case: str) -> int:
     spec = small("silent", cluster.path / "out", slots=(1, len(HOSTS)), checkpoint_every=1000)
     task = cluster.submit(spec)
+    for rank in range(len(HOSTS)):
+        cluster.wait_told(0, "RankReady", task=task, rank=rank)
     cluster.wait_whole(task, len(HOSTS))
     for node in HOSTS:
         cluster.wait_told(0, "NodeProbed", target=node, reached=True)
