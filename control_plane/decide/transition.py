@@ -494,6 +494,7 @@ def _command(state: ClusterState, task: Task) -> Iterator[Body]:
         or not whole
         or any(rank.stopping or rank.timeout_reason for rank in task.ranks.values())
     )
+    is_hung = any(rank.timeout_reason for rank in task.ranks.values())
     for key in sorted(task.ranks):
         rank = task.ranks[key]
         if rank.timeout_reason:
@@ -505,6 +506,7 @@ def _command(state: ClusterState, task: Task) -> Iterator[Body]:
                 if task.incident and not moved
                 else "the plan has other seats"
             )
-            yield stop_rank(task, rank, state.policy.stop_s_max, why)
+            # Of a command nobody knows which of its processes the others wait for.
+            yield stop_rank(task, rank, state.policy.stop_s_max, why, keeps_stacks=is_hung)
     if task.restarts_from_memory and not restarts:
         yield from memory_checkpoints.replace_stores(state, task)

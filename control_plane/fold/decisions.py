@@ -10,6 +10,7 @@ from ...events.records.codec import encode_record
 from ...events.records.envelope import Record
 from ...events.records.statuses import TASK_HANG
 from ...events.records.types import Seat
+from ...events.timing import STACKS_S_MAX
 from ..incidents import blame, unnamed
 from ..incidents.hangs import WAITED_FOR
 from ..incidents.node_incidents import update_undecided
@@ -487,7 +488,9 @@ def stop_ordered(state: ClusterState, record: Record, task: Task, body: o.StopRa
     name = f"{task.id}/{rank.rank}/{rank.attempt}"
     for what in ("start", "error", "stopped", "printed"):
         edits.clear_deadline(state, f"{what}/{name}")
-    edits.set_deadline(state, f"stop/{name}", max(body.grace_s, 0.0) + state.policy.stop_s_max)
+    kept_s = STACKS_S_MAX if body.keeps_stacks else 0.0
+    within_s = max(body.grace_s, 0.0) + kept_s + state.policy.stop_s_max
+    edits.set_deadline(state, f"stop/{name}", within_s)
 
 
 def quiesce_ordered(state: ClusterState, record: Record, task: Task, body: o.Quiesce) -> None:

@@ -237,6 +237,7 @@ HANDLERS: dict[type[t.Body], Handler] = {
             r.CheckpointFailed: checkpoints.save_failed,
             r.InMemoryRecoveryDeclined: ranks.recovery_declined,
             r.IterationsLogged: progress.iterations_logged,
+            r.StacksKept: hangs.stacks_kept,
         },
     ),
     **_of(

@@ -11,6 +11,9 @@ FARTHER = ORIGINS[3:]
 
 
 NUM_FAILURES_MAX = 64
+NUM_STACKS_MAX = 16
+STACK_CHARS_MAX = 2000
+"""Of the innermost frames in the state; the file on the node has all."""
 NUM_EVIDENCE_MAX = 256
 """An open incident takes no more evidence than this; the log has the rest."""
 
@@ -140,6 +143,24 @@ class Fault(Struct, frozen=True, kw_only=True):
     """Where and when ranks failed."""
 
 
+class KeptStacks(Struct, frozen=True, kw_only=True):
+    """What a rank did before it was ended (StacksKept)."""
+
+    rank: int
+    attempt: int
+    node: str
+    path: str
+    """The file on the node, beside the rank's output; "": there is none."""
+    stack: str
+    """The innermost frames of its main thread, innermost first, a line each."""
+    mark: str
+    """What it did by its progress page; "": it has none."""
+    why: str
+    """Why there are no stacks, or not of all its processes; "": there are."""
+    nccl_ras: str
+    """What NCCL's RAS service said of the jobs on the node; "": nothing."""
+
+
 class Incident(Struct, kw_only=True):
     """One fault of a task and all its consequences."""
 
@@ -204,3 +225,5 @@ class Incident(Struct, kw_only=True):
     """Only indirect evidence so far; the cause is unknown."""
     strikes: list[FailureLocation] = field(default_factory=list[FailureLocation])
     """The newest failure locations."""
+    stacks: list[KeptStacks] = field(default_factory=list[KeptStacks])
+    """What ranks did before they were ended, of the first NUM_STACKS_MAX."""

@@ -246,6 +246,7 @@ AGENT_REPORTS: dict[type[Body], About] = {
     reports.RankSuspended: "process",
     reports.RankContinued: "process",
     reports.RankStalled: "process",
+    reports.StacksKept: "process",
     reports.RankUnstalled: "process",
     reports.RankFinished: "process",
     reports.CollectiveFailed: "process",

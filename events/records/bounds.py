@@ -30,6 +30,8 @@ SENTENCES = (
     "cause",
     "damaged",
     "error",
+    "mark",
+    "nccl_ras",
     "reason",
     "rounding_why",
     "text",

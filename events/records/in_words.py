@@ -274,6 +274,16 @@ def _layout(order: Plain) -> str:
     return layout_label(axes) + (f" +{num}" if num else "")
 
 
+FRAMES_NUM_MAX = 4
+
+
+def stack_in_words(stack: str) -> str:
+    """The innermost frames, on one line: `was in sleep (train.py:9) < forward (model.py:4)`."""
+    frames = stack.splitlines()
+    more = " < ..." * (len(frames) > FRAMES_NUM_MAX)
+    return f"was in {' < '.join(frames[:FRAMES_NUM_MAX])}{more}" if frames else "has no stack"
+
+
 VERDICTS = {
     "slot": "taken out until the task ends",
     "task": "not the slot's fault",
@@ -339,6 +349,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     ),
     "sources": _sources,
     "span": fmt.span,
+    "stack": lambda body: stack_in_words(body["stack"]),
     "state source": _state_source,
     "status": status_in_words,
     "took": lambda body: fmt.ms(body["down_s"] + body["up_s"] + body["settle_s"]),
@@ -454,6 +465,8 @@ TEMPLATES = {
     "DeviceErred": "{:devices} {status} ({rule}): {text:first line}",
     "RankStalled": _RANK + " iteration {iteration}: {what} for {in_s:span}, "
     "an iteration takes {normal_s:span}",
+    "StacksKept": _RANK + " {:stack}{mark:?; {mark}}{why:because}"
+    "{nccl_ras:?; NCCL: {nccl_ras:first line}}",
     "RankUnstalled": _RANK + " iteration {iteration}, stalled for {stalled_s:span}",
     "StepTimeChanged": _RANK + " works {own_s:span} of {iteration_s:span} an iteration, "
     "at first {normal_s:span}",

@@ -15,7 +15,7 @@ from msgspec.structs import fields
 
 from ..spec.job import JobSpec, Loop, Train
 from ..spec.model import MegatronModel
-from .orders import ProbeNode, PublishCheckpoint, Quiesce, Reconfigure, StartRank
+from .orders import ProbeNode, PublishCheckpoint, Quiesce, Reconfigure, StartRank, StopRank
 from .types import Body
 
 ORDER_FORMAT_VERSION = 1
@@ -67,6 +67,7 @@ ADDED: tuple[Added, ...] = (
     Added(Quiesce, ("save_attempt",), Quiesce, 1),
     Added(Quiesce, ("output",), Quiesce, 1),
     Added(Reconfigure, ("output",), Reconfigure, 1),
+    Added(StopRank, ("keeps_stacks",), StopRank, 1, ignorable=True),
 )
 """Every field of an order that release 0.3.0 does not have. Its default must never change."""
 

@@ -60,6 +60,8 @@ class StopRank(Body, frozen=True):
     attempt: int
     grace_s: float
     why: str
+    keeps_stacks: bool = False
+    """Before that, its agent keeps what the process does (StacksKept), for STACKS_S_MAX at most."""
 
 
 class Quiesce(Body, frozen=True):

@@ -654,6 +654,33 @@ class RankStalled(RankReport, frozen=True):
     """Addresses that do not acknowledge what the rank has sent."""
 
 
+StacksReader = Literal["", "py-spy", "signal"]
+
+
+class StacksKept(RankReport, frozen=True):
+    """What a process did before its agent ended it, because it did not answer in time or hung.
+
+    A file on its node has the Python stacks of all its threads and of its descendants, its last
+    collective, and what torch's flight recorder and NCCL said.
+    """
+
+    path: str
+    """The file, beside the output of the process; "": it could not be written."""
+    num_bytes: int
+    reader: StacksReader
+    """What read the stacks: `py-spy`, `signal` (Python's faulthandler), or "" if none could."""
+    stack: str = ""
+    """The innermost frames of the main thread, innermost first, a line each."""
+    mark: str = ""
+    """What it did by its progress page: iteration, last mark, collective; "": it has no page."""
+    why: str = ""
+    """Why there are no stacks, or not of all processes; "": there are."""
+    nccl_ras: str = ""
+    """Errors and warnings of NCCL's RAS service on its node, of all its jobs; "": none."""
+    took_s: float = 0.0
+    """How long the process was kept for that."""
+
+
 class RankUnstalled(RankReport, frozen=True):
     """A stalled rank passed a progress mark again."""
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 from decider import Driver, kinds, only, spec, task_of, the
-from hangs import IN, NORMAL_S, VICTIM, deadline, hung, stalled, went_on
+from hangs import IN, NORMAL_S, VICTIM, deadline, hung, stacks_kept, stalled, went_on
 from slow_iterations import OTHERS, crawls, waited_for
 from unicron.control_plane.api.view import view
 from unicron.control_plane.incidents.hangs import locate_hang
+from unicron.control_plane.state.incident import NUM_STACKS_MAX, STACK_CHARS_MAX
 from unicron.events.records import decisions, statuses
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
+from unicron.events.timing import STACKS_S_MAX
 
 
 def test_a_rank_that_did_not_enter_restarts(d: Driver, task: int) -> None:
@@ -37,6 +39,36 @@ def test_a_rank_that_did_not_enter_restarts(d: Driver, task: int) -> None:
     closed = the(decisions.IncidentClosed, d.heal(task))
     assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == ("healed", 0, False)
     assert closed.pause_s > 1.6, "from the stall on"
+
+
+def test_what_a_hung_rank_did_is_kept_before_it_is_ended(d: Driver, task: int) -> None:
+    hung(d, task, VICTIM)
+    stop = the(o.StopRank, d.due(deadline(d, task)))
+    assert stop.keeps_stacks, "its agent keeps its stacks first"
+    name = f"stop/{task}/{VICTIM}/1"
+    assert d.state.deadlines[name].length_s == STACKS_S_MAX + d.state.policy.stop_s_max
+    (kept,) = stacks_kept(d, task, VICTIM)
+    (incident,) = d.state.incidents.values()
+    assert kept.seq in incident.evidence
+    (shown,) = incident.stacks
+    assert (shown.rank, shown.node, shown.path) == (VICTIM, "n2", "/logs/rank-2.attempt-1.stacks")
+    assert len(shown.stack) == STACK_CHARS_MAX, "no agent fills the state"
+    again = the(o.StopRank, d.due(name))
+    assert not again.keeps_stacks, "once is enough"
+
+
+def test_a_hostile_agent_does_not_fill_an_incident_with_stacks(d: Driver, task: int) -> None:
+    hung(d, task, VICTIM)
+    d.due(deadline(d, task))
+    for _ in range(2 * NUM_STACKS_MAX):
+        stacks_kept(d, task, VICTIM)
+    (incident,) = d.state.incidents.values()
+    assert len(incident.stacks) == NUM_STACKS_MAX
+
+
+def test_a_rank_that_leaves_by_plan_is_ended_at_once(d: Driver, task: int) -> None:
+    records = d.tell("operator/cancel", r.TaskCancelRequested(task=task))
+    assert not any(x.body.keeps_stacks for x in only(o.StopRank, records))
 
 
 def test_nothing_is_decided_before_all_ranks_have_reported(d: Driver, task: int) -> None:
