@@ -50,6 +50,8 @@ OWN_CODE: Phase = 1
 """The rank's own work."""
 COLLECTIVE_CODE: Phase = 2
 """Waiting for other ranks."""
+PHASES = ("outside training", "its own work", "a collective")
+"""Their words, by code."""
 
 
 class Mark(NamedTuple):
@@ -66,6 +68,15 @@ class Mark(NamedTuple):
     at_s: float
     began_s: float
     waited_s: float
+
+    def in_words(self, now_s: float) -> str:
+        """For example `iteration 36: forward, its own work, for 4.1 s; 2 collectives entered`."""
+        phase = PHASES[self.phase]
+        since = f"for {max(now_s - self.at_s, 0.0):.3g} s"
+        return (
+            f"iteration {self.iteration}: {self.what}, {phase}, {since}; "
+            f"{self.collective} collectives entered"
+        )
 
 
 class FinishedIteration(NamedTuple):

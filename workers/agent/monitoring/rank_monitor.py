@@ -4,6 +4,7 @@ The monitor itself causes no false alarm: time in which it did not run, or a ran
 does not count. After PAUSE_S of such time every rank gets its full limit again.
 """
 
+import time
 from collections.abc import Callable
 
 from ....events.records.orders import StartRank
@@ -68,6 +69,14 @@ class RankMonitors:
         watched = self._watched.pop(_key(order), None)
         if watched is not None:
             watched.page.close()
+
+    def mark_in_words(self, key: Key) -> str:
+        """What a rank does by its page, and for how long; "": it has no page, or is not watched."""
+        watched = self._watched.get(key)
+        with self._guard(key, "page"):
+            mark = watched.page.mark() if watched is not None else None
+            return mark.in_words(time.monotonic()) if mark is not None else ""
+        return ""
 
     def look(self, now_s: float) -> None:
         """Report all changes. `now_s` is the monotonic clock."""

@@ -19,6 +19,7 @@ from ....events.spec.policy import OUTPUT_BYTES_MAX, REDACT
 from ...host import output_owner, rank_cgroups
 from ...host.rank_cgroups import Limits, RankCgroups
 from ...host.rank_user import RankUser
+from ...ipc import stack_signal
 from ...ipc.pipe_protocol import FD, LOOP, PULSE, Frame, Unpacker, pack
 from ...ipc.progress_page import ProgressPage
 from . import former_outputs, torch_files
@@ -217,7 +218,11 @@ class Launcher:
         errors = torch_files.error_file_of(log_path, folder)
         output = Output(log_path, node.output_bytes_max)
         former_outputs.remove_attempts(output.path, folder, output.bytes_max)
-        env = {**environment(order, node, os.environ), torch_files.ERROR_FILE_ENV: str(errors)}
+        env = {
+            **environment(order, node, os.environ),
+            torch_files.ERROR_FILE_ENV: str(errors),
+            stack_signal.VARIABLE: str(stack_signal.dump_file_of(log_path, folder)),
+        }
         files = {"--fd": pipe.theirs.fileno()} if pipe is not None else {}
         if page is not None:
             files["--pulse"] = page.fd
