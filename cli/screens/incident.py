@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from ...events.records.in_words import outage, state_source, status_in_words
+from ...events.records.in_words import outage, stack_in_words, state_source, status_in_words
 from ..terminal import format as fmt
 from ..terminal.format import Plain
 
@@ -34,6 +34,8 @@ PER_RANK = (
     "RankExited",
 )
 """Kinds with one record per rank: consecutive records of a task share one line."""
+STACKS_NUM_MAX = 4
+"""Ranks whose stacks are printed; the JSON has all."""
 NODES_NUM_MAX = 4
 """Nodes that are listed; the rest are counted."""
 
@@ -55,6 +57,27 @@ def in_words(found: list[Plain]) -> str:
         f"({fmt.command('scp -r HOST:FOLDER NODE')}), then "
         f"{fmt.command(f'unicron locate {names}')}"
     )
+
+
+# --- What ranks did before they were ended. ---
+def stacks(kept: list[Plain]) -> list[str]:
+    """The innermost frames of each rank, and where its file is."""
+    lines: list[str] = []
+    for one in kept[:STACKS_NUM_MAX]:
+        where = f"rank {one['rank']} on {one['node']}"
+        lines += fmt.labelled("stack", f"{where}, {_did(one)}")
+        if one["path"]:
+            lines += fmt.labelled("", f"all threads: {one.get('host', '')}:{one['path']}")
+        if one["nccl_ras"]:
+            lines += fmt.labelled("", f"NCCL: {' '.join(one['nccl_ras'].split())}")
+    if len(kept) > STACKS_NUM_MAX:
+        lines += fmt.labelled("", f"{len(kept) - STACKS_NUM_MAX} ranks more: -o json")
+    return lines
+
+
+def _did(one: Plain) -> str:
+    mark = f"{one['mark']}; " if one["mark"] else ""
+    return f"{mark}{stack_in_words(one['stack'])}{': ' * bool(one['why'])}{one['why']}"
 
 
 # --- The page. ---
@@ -88,6 +111,7 @@ def page(facts: Plain, *, option: str = "") -> list[str]:
     if facts["began"]["why"]:
         lines += fmt.labelled("began", facts["began"]["why"])
     lines += _evidence(facts)
+    lines += stacks(facts["stacks"])
     if facts["dumps"]:
         lines += fmt.labelled("dumps", in_words(facts["dumps"]))
     for one in facts["decisions"]:

@@ -41,7 +41,7 @@ from ..history.incident_records import IncidentRecords, incident_records
 from ..incidents.severity import severity_of
 from ..planner.alternative_names import NOT_COMPARABLE_NUM, bound_by, hidden, not_taken
 from ..state.cluster import ClusterState, decode_state, encode_state
-from ..state.incident import FARTHER, NUM_EVIDENCE_MAX
+from ..state.incident import FARTHER, NUM_EVIDENCE_MAX, Incident
 from ..state.task import Task
 from . import needs
 from .dry_run import explain_present_plan
@@ -211,9 +211,19 @@ def facts_of(
             *(_unfaulted_task(history, key, found) for key in found.others),
         ],
         "dumps": needs.folders(one.logs, shown["nodes"]) if _has_dumps(task, evidence) else [],
+        "stacks": kept_stacks(known, shown["nodes"]),
         "timeline": [_event(history, one, x) for x in found.records],
         "left": left(one, task, found, shown, option),
     }
+
+
+def kept_stacks(incident: Incident, nodes: list[Plain]) -> list[Plain]:
+    """What ranks did before they were ended, with the hosts that have the files."""
+    hosts = {node["id"]: str(node["host"]) for node in nodes}
+    return [
+        {**cast(Plain, msgspec.to_builtins(one)), "host": hosts.get(one.node, "")}
+        for one in incident.stacks
+    ]
 
 
 def _requests_behind(history: History, past: IncidentHistory) -> list[Plain]:

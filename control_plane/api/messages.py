@@ -604,6 +604,21 @@ View = TypedDict(
 )
 
 # --- the facts of an incident (incident_facts.py); `after_s`: seconds since it was detected ---
+# What a rank did before it was ended: `stack` has the innermost frames, `path` on `host` all.
+KeptStacks = TypedDict(
+    "KeptStacks",
+    {
+        "rank": int,
+        "attempt": int,
+        "node": str,
+        "host": str,
+        "path": str,
+        "stack": str,
+        "mark": str,
+        "why": str,
+        "nccl_ras": str,
+    },
+)
 Event = TypedDict(
     "Event",
     {
@@ -708,6 +723,7 @@ IncidentFacts = TypedDict(
         "computed_by": int,
         "effects": list[Effect],
         "dumps": list[Plain],
+        "stacks": list[KeptStacks],
         "timeline": list[Event],
         "left": list[str],
         "verify": str,

@@ -6,6 +6,9 @@ import pytest
 from decider import Driver, kinds, only, spec, task_of, the
 from hangs import IN, NORMAL_S, VICTIM, deadline, hung, stacks_kept, stalled, went_on
 from slow_iterations import OTHERS, crawls, waited_for
+from unicron.cli.screens import incident as screen
+from unicron.cli.screens import task as task_screen
+from unicron.control_plane.api.incident_facts import kept_stacks
 from unicron.control_plane.api.view import view
 from unicron.control_plane.incidents.hangs import locate_hang
 from unicron.control_plane.state.incident import NUM_STACKS_MAX, STACK_CHARS_MAX
@@ -55,6 +58,26 @@ def test_what_a_hung_rank_did_is_kept_before_it_is_ended(d: Driver, task: int) -
     assert len(shown.stack) == STACK_CHARS_MAX, "no agent fills the state"
     again = the(o.StopRank, d.due(name))
     assert not again.keeps_stacks, "once is enough"
+
+
+def test_what_it_did_is_told_to_people(d: Driver, task: int) -> None:
+    hung(d, task, VICTIM)
+    d.due(deadline(d, task))
+    stacks_kept(d, task, VICTIM)
+    (incident,) = d.state.incidents.values()
+    shown = view(d.state, now_s=d.now_s)
+    found = kept_stacks(incident, shown["nodes"])
+    host = d.state.nodes["n2"].host
+    assert found[0]["host"] == host
+    lines = screen.stacks(found)
+    assert " ".join(" ".join(lines[:-1]).split()) == (
+        "stack rank 2 on n2, iteration 1, backward; was in sleep (train.py:9) "
+        "< sleep (train.py:9) < sleep (train.py:9) < sleep (train.py:9) < ..."
+    )
+    assert lines[-1] == f"           all threads: {host}:/logs/rank-2.attempt-1.stacks"
+    past = {**task_screen.UNREAD, "read_seq": 0, "last_seq": 0}
+    page = task_screen.task_status(shown, shown["tasks"][0], past, now_s=d.now_s)
+    assert set(lines) <= set(page), "while the incident is open"
 
 
 def test_a_hostile_agent_does_not_fill_an_incident_with_stacks(d: Driver, task: int) -> None:
