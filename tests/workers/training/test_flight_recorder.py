@@ -147,6 +147,7 @@ def test_the_agent_requests_a_dump_of_each_rank(tmp_path: Path) -> None:
                 "TORCH_NCCL_ASYNC_ERROR_HANDLING",
                 "TORCH_NCCL_DUMP_ON_TIMEOUT",
                 "TORCH_NCCL_ENABLE_MONITORING",
+                "TORCH_NCCL_RETHROW_CUDA_ERRORS",
             ),
         ),
     ],

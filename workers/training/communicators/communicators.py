@@ -31,6 +31,7 @@ from ....events.timing import RENDEZVOUS_S_MAX
 from ..dependencies import private_megatron, private_torch
 from . import process_groups, sockets
 from .group_handles import Handles
+from .nccl_errors import NcclError, NcclErrors
 from .operations import Operations
 from .process_groups import GROUP_S_MAX
 
@@ -137,7 +138,16 @@ class Communicators:
     """This process's communicators of one generation at a time, and the store that it hosts. Only
     the training thread may call other methods than `interrupt`, `spare`, `exclude_new_sockets`."""
 
-    def __init__(self, host: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        host: str,
+        device: torch.device,
+        tell_error: Callable[[int, NcclError], None] = lambda generation, error: None,
+    ) -> None:
+        """`tell_error`: called in another thread, at most once for each generation, with the first
+        error that NCCL reports of it."""
+        self._device = device
+        self._nccl_errors = NcclErrors(tell_error)
         self.backend = os.environ.get(BACKEND) or ("nccl" if device.type == "cuda" else "gloo")
         self._listener = network_address.listen(host)
         port: int = self._listener.getsockname()[1]
@@ -228,6 +238,9 @@ class Communicators:
         finally:
             self._is_building = False
         private_torch.set_timeout(COLLECTIVE_S_MAX)
+        if self.backend == "nccl":
+            groups = {"world": dist.group.WORLD, **process_groups.by_role(self.groups)}
+            self._nccl_errors.watch(self.generation, groups, self._device)
         self.axes = axes
         self.replica = replica
         self.on_groups(self.groups)
@@ -356,6 +369,7 @@ class Communicators:
     def interrupt(self) -> None:
         """End every wait of this process in this generation with an error."""
         self.woken = True
+        self._nccl_errors.forget()
         if self.backend == "nccl" and self.is_up:
             self._nccl_aborts.begin()
         excluded = (*self._excluded, *self._driver_sockets)

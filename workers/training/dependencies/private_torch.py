@@ -119,6 +119,31 @@ def works_of(launched: Any) -> list[Any]:
     return works
 
 
+# --- The errors of NCCL ---
+
+
+@reaches(_RECORDER, "ProcessGroup._get_backend")
+def error_of_group(group: Any, device: Any) -> str:
+    """The error that torch has found in this group (`Backend.get_error`, which is public); "":
+    none, or its backend has none."""
+    try:
+        error: str = group._get_backend(device).get_error().name
+    except (AttributeError, RuntimeError):
+        return ""
+    return "" if error == "SUCCESS" else f"torch: {error}"
+
+
+@reaches(_RECORDER, "ProcessGroup._get_backend")
+def communicator_of_group(group: Any, device: Any) -> int:
+    """The address of NCCL's communicator on the current device; 0: there is none yet, it was
+    aborted, or this torch does not tell it. The part is `ProcessGroupNCCL._comm_ptr`, which only
+    builds with NCCL have."""
+    try:
+        return int(group._get_backend(device)._comm_ptr())
+    except (AttributeError, RuntimeError):
+        return 0
+
+
 # --- The flight recorder ---
 
 
