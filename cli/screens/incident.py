@@ -63,21 +63,21 @@ def in_words(found: list[Plain]) -> str:
 def stacks(kept: list[Plain]) -> list[str]:
     """The innermost frames of each rank, and where its file is."""
     lines: list[str] = []
-    for one in kept[:STACKS_NUM_MAX]:
-        where = f"rank {one['rank']} on {one['node']}"
-        lines += fmt.labelled("stack", f"{where}, {_did(one)}")
-        if one["path"]:
-            lines += fmt.labelled("", f"all threads: {one.get('host', '')}:{one['path']}")
-        if one["nccl_ras"]:
-            lines += fmt.labelled("", f"NCCL: {' '.join(one['nccl_ras'].split())}")
+    for rank in kept[:STACKS_NUM_MAX]:
+        where = f"rank {rank['rank']} on {rank['node']}"
+        lines += fmt.labelled("stack", f"{where}, {_did(rank)}")
+        if rank["path"]:
+            lines += fmt.labelled("", f"all threads: {rank.get('host', '')}:{rank['path']}")
+        if rank["nccl_ras"]:
+            lines += fmt.labelled("", f"NCCL: {' '.join(rank['nccl_ras'].split())}")
     if len(kept) > STACKS_NUM_MAX:
         lines += fmt.labelled("", f"{len(kept) - STACKS_NUM_MAX} ranks more: -o json")
     return lines
 
 
-def _did(one: Plain) -> str:
-    mark = f"{one['mark']}; " if one["mark"] else ""
-    return f"{mark}{stack_in_words(one['stack'])}{': ' * bool(one['why'])}{one['why']}"
+def _did(rank: Plain) -> str:
+    mark = f"{rank['mark']}; " if rank["mark"] else ""
+    return f"{mark}{stack_in_words(rank['stack'])}{': ' * bool(rank['why'])}{rank['why']}"
 
 
 # --- The page. ---

@@ -225,10 +225,10 @@ def _stacks(task: Plain, view: Plain) -> list[str]:
     hosts = {node["id"]: node["host"] for node in view["nodes"]}
     return [
         line
-        for one in view["incidents"]
-        if one["id"] == task["incident"]
+        for incident_view in view["incidents"]
+        if incident_view["id"] == task["incident"]
         for line in stacks(
-            [{**kept, "host": hosts.get(kept["node"], "")} for kept in one["stacks"]]
+            [{**kept, "host": hosts.get(kept["node"], "")} for kept in incident_view["stacks"]]
         )
     ]
 

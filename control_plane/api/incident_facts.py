@@ -221,8 +221,8 @@ def kept_stacks(incident: Incident, nodes: list[Plain]) -> list[Plain]:
     """What ranks did before they were ended, with the hosts that have the files."""
     hosts = {node["id"]: str(node["host"]) for node in nodes}
     return [
-        {**cast(Plain, msgspec.to_builtins(one)), "host": hosts.get(one.node, "")}
-        for one in incident.stacks
+        {**cast(Plain, msgspec.to_builtins(rank)), "host": hosts.get(rank.node, "")}
+        for rank in incident.stacks
     ]
 
 

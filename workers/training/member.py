@@ -62,6 +62,10 @@ def expected_position(start: StartRank, train: Train) -> tuple[Axes, int]:
     return axes, place % num_positions(axes)
 
 
+def _host(environment: Mapping[str, str]) -> str:
+    return environment.get("UNICRON_HOST", "127.0.0.1")
+
+
 class Member:
     """One rank's process, from RankReady to RankFinished. `generation` is the newest that an order
     named, `joined` whether the member is in it. Outside a generation, the member keeps its state
@@ -100,8 +104,7 @@ class Member:
         if torch.cuda.is_available():
             torch.cuda.set_device(start.slot.index % torch.cuda.device_count())
         device = cpu_device.prepare_device()
-        host = environment.get("UNICRON_HOST", "127.0.0.1")
-        self.communicators = Communicators(host, device, self._tell_nccl_error)
+        self.communicators = Communicators(_host(environment), device, self._tell_nccl_error)
         self.communicators.on_groups = work.on_groups
         self._owner = output_owner.of_rank(
             environment, start.task, start.spec.name, self.train.output

@@ -141,9 +141,9 @@ def test_the_library_says_what_happened_and_with_whom(path: str) -> None:
 
 def test_an_error_is_told_once_with_its_group(path: str) -> None:
     good, bad = Communicator(0, 0, None), Communicator(0, 0, None)
-    errors, found = told(lambda tell: NcclErrors(tell, lambda: NcclLibrary(path), 0.01))
+    errors, found = told(lambda tell: NcclErrors(tell, CPU, lambda: NcclLibrary(path), 0.01))
     shared = group(good)
-    errors.watch(4, {"dp": shared, "dp_cp": shared, "tp": group(bad), "pp": group(None)}, CPU)
+    errors.watch(4, {"dp": shared, "dp_cp": shared, "tp": group(bad), "pp": group(None)})
     time.sleep(0.2)
     assert not found, "no error yet"
     bad.last, bad.code = LAST.encode(), 6
@@ -156,8 +156,8 @@ def test_an_error_is_told_once_with_its_group(path: str) -> None:
 
 
 def test_without_the_library_torch_is_asked() -> None:
-    errors, found = told(lambda tell: NcclErrors(tell, lambda: None, 0.01))
-    errors.watch(2, {"world": group(None, "COMM_ERROR")}, CPU)
+    errors, found = told(lambda tell: NcclErrors(tell, CPU, lambda: None, 0.01))
+    errors.watch(2, {"world": group(None, "COMM_ERROR")})
     wait_for(found)
     assert found == [(2, NcclError("world", "torch: COMM_ERROR"))]
 
@@ -168,9 +168,9 @@ def test_a_group_of_another_backend_has_no_error() -> None:
     def get_error() -> None:
         raise RuntimeError("Backend gloo does not support getError")
 
-    errors, found = told(lambda tell: NcclErrors(tell, lambda: None, 0.01))
+    errors, found = told(lambda tell: NcclErrors(tell, CPU, lambda: None, 0.01))
     raising = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(get_error=get_error))
-    errors.watch(1, {"a": raising, "b": SimpleNamespace(), "c": -100}, CPU)
+    errors.watch(1, {"a": raising, "b": SimpleNamespace(), "c": -100})
     time.sleep(0.2)
     errors.forget()
     assert not found
@@ -194,9 +194,9 @@ class Slow:
 
 def test_no_communicator_is_used_once_its_abort_may_begin() -> None:
     slow = Slow()
-    errors, found = told(lambda tell: NcclErrors(tell, lambda: slow, 0.01))
+    errors, found = told(lambda tell: NcclErrors(tell, CPU, lambda: slow, 0.01))
     communicator = Communicator(0, 0, None)
-    errors.watch(1, {"world": group(communicator)}, CPU)
+    errors.watch(1, {"world": group(communicator)})
     assert slow.asked.wait(WAIT_S)
     ending = threading.Thread(target=errors.forget)
     ending.start()
@@ -221,8 +221,8 @@ def test_a_torch_that_waits_for_its_own_lock_holds_up_no_abort() -> None:
         return 1
 
     backend = SimpleNamespace(get_error=lambda: SimpleNamespace(name="SUCCESS"), _comm_ptr=address)
-    errors, _ = told(lambda tell: NcclErrors(tell, Slow, 0.01))
-    errors.watch(1, {"world": SimpleNamespace(_get_backend=lambda device: backend)}, CPU)
+    errors, _ = told(lambda tell: NcclErrors(tell, CPU, Slow, 0.01))
+    errors.watch(1, {"world": SimpleNamespace(_get_backend=lambda device: backend)})
     assert asked.wait(WAIT_S)
     errors.forget()  # returns
     go_on.set()

@@ -56,12 +56,12 @@ async def keep(
     most. `environment`: that of the rank, which says where NCCL's service is."""
     process, began_s = rank.process, time.monotonic()
     assert process is not None
-    found = _Found(rank, process, mark)
-    found.why = await _within(
+    kept = _Found(rank, process, mark)
+    kept.why = await _within(
         GATHER_S_MAX,
-        asyncio.gather(found.read_stacks(user), found.read_dump(), found.read_ras(environment)),
+        asyncio.gather(kept.read_stacks(user), kept.read_dump(), kept.read_ras(environment)),
     )
-    data = rank.redactor.text(found.text()).encode("utf-8", "replace")[:FILE_BYTES_MAX]
+    data = rank.redactor.text(kept.text()).encode("utf-8", "replace")[:FILE_BYTES_MAX]
     path = file_of(process.log_path)
     left_s = max(STACKS_S_MAX - (time.monotonic() - began_s), 0.05)
     unwritten = await _within(left_s, asyncio.to_thread(_write, path, data))
@@ -72,11 +72,11 @@ async def keep(
         attempt=order.attempt,
         path="" if unwritten else str(path),
         num_bytes=0 if unwritten else len(data),
-        reader=found.reader,
-        stack=rank.redactor.text(found.innermost)[:STACK_CHARS_MAX],
+        reader=kept.reader,
+        stack=rank.redactor.text(kept.innermost)[:STACK_CHARS_MAX],
         mark=mark,
-        why=rank.redactor.text("; ".join(filter(None, (*found.reasons(), unwritten)))),
-        nccl_ras=rank.redactor.text(nccl_ras.trouble(found.ras)),
+        why=rank.redactor.text("; ".join(filter(None, (*kept.reasons(), unwritten)))),
+        nccl_ras=rank.redactor.text(nccl_ras.trouble(kept.ras)),
         took_s=time.monotonic() - began_s,
     )
 
@@ -185,8 +185,8 @@ def _comm(pid: int) -> str:
 def _python_processes(live: Iterable[linux.Proc], first: int) -> list[int]:
     """The Python processes among these, without `first`, oldest first."""
     oldest = sorted(live, key=lambda proc: (proc.start_ticks, proc.pid))
-    found = [proc.pid for proc in oldest if proc.pid != first and _is_python(proc.pid)]
-    return found[: PROCESSES_NUM_MAX - 1]
+    pids = [proc.pid for proc in oldest if proc.pid != first and _is_python(proc.pid)]
+    return pids[: PROCESSES_NUM_MAX - 1]
 
 
 def _is_python(pid: int) -> bool:

@@ -59,12 +59,12 @@ async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> st
 
 def trouble(report: str) -> str:
     """The errors and warnings of a report; "": it has none."""
-    found: list[str] = []
+    lines: list[str] = []
     inside = False
     for line in report.splitlines():
         if heading := _HEADING.match(line):
             inside = True
-            found.append(f"{heading[1]}:")
+            lines.append(f"{heading[1]}:")
         elif inside and line.strip() and not _RULE.match(line):
-            found.append(line.strip())
-    return "\n".join(found)[:TROUBLE_CHARS_MAX]
+            lines.append(line.strip())
+    return "\n".join(lines)[:TROUBLE_CHARS_MAX]

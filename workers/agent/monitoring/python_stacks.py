@@ -84,11 +84,11 @@ class _Thread(Struct):
 async def read(pid: int, user: RankUser | None, dump: Path | None) -> Stacks:
     """Read the stacks of a process, which runs as `user` (None: as the agent). `dump`: the file to
     which it may have promised to write them. Takes READ_S_MAX and SIGNAL_S_MAX at most."""
-    found = await _by_py_spy(pid, user)
-    if not found.text and dump is not None:
+    stacks = await _by_py_spy(pid, user)
+    if not stacks.text and dump is not None:
         answer = await asyncio.to_thread(_by_signal, pid, dump)
-        found = answer if answer.text else found._replace(why=f"{found.why}; {answer.why}")
-    return found
+        stacks = answer if answer.text else stacks._replace(why=f"{stacks.why}; {answer.why}")
+    return stacks
 
 
 # --- py-spy ---
@@ -128,11 +128,9 @@ async def _run(argv: Sequence[str], user: RankUser | None) -> tuple[bytes, str]:
         stderr=asyncio.subprocess.PIPE,
         cwd="/",
         env={"LC_ALL": "C", "RUST_BACKTRACE": "0"},
-        **(
-            {}
-            if user is None
-            else {"user": user.uid, "group": user.gid, "extra_groups": user.groups}
-        ),
+        user=None if user is None else user.uid,
+        group=None if user is None else user.gid,
+        extra_groups=None if user is None else user.groups,
     )
     assert process.stdout is not None
     assert process.stderr is not None
@@ -205,7 +203,7 @@ def _answer(dump: Path, before: int) -> str:
 def _innermost_of_answer(text: str) -> str:
     """The frames of the thread that got the signal: the main thread, unless that blocks it."""
     _, _, current = text.rpartition("Current thread")
-    found = (_FAULTHANDLER.match(line) for line in current.splitlines())
+    frames = (_FAULTHANDLER.match(line) for line in current.splitlines())
     return _innermost(
-        f"{frame[3]} ({os.path.basename(frame[1])}:{frame[2]})" for frame in found if frame
+        f"{frame[3]} ({os.path.basename(frame[1])}:{frame[2]})" for frame in frames if frame
     )

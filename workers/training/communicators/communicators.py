@@ -46,9 +46,11 @@ COMMUNICATOR_BYTES = 512 << 20
 
 
 class NcclAborts:
-    """The aborts of this process. Any thread may call `begin`."""
+    """The aborts of this process. Any thread may call `begin`. `errors`: what NCCL tells of the
+    groups until then."""
 
-    def __init__(self) -> None:
+    def __init__(self, errors: NcclErrors) -> None:
+        self.errors = errors
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
@@ -146,8 +148,6 @@ class Communicators:
     ) -> None:
         """`tell_error`: called in another thread, at most once for each generation, with the first
         error that NCCL reports of it."""
-        self._device = device
-        self._nccl_errors = NcclErrors(tell_error)
         self.backend = os.environ.get(BACKEND) or ("nccl" if device.type == "cuda" else "gloo")
         self._listener = network_address.listen(host)
         port: int = self._listener.getsockname()[1]
@@ -168,7 +168,7 @@ class Communicators:
         """Threads that are using a storage driver."""
         self._is_watching = False
         self._handles = Handles()
-        self._nccl_aborts = NcclAborts()
+        self._nccl_aborts = NcclAborts(NcclErrors(tell_error, device))
         self._operations: Operations | None = None
         self.generation = 0
         self.place = 0
@@ -240,7 +240,7 @@ class Communicators:
         private_torch.set_timeout(COLLECTIVE_S_MAX)
         if self.backend == "nccl":
             groups = {"world": dist.group.WORLD, **process_groups.by_role(self.groups)}
-            self._nccl_errors.watch(self.generation, groups, self._device)
+            self._nccl_aborts.errors.watch(self.generation, groups)
         self.axes = axes
         self.replica = replica
         self.on_groups(self.groups)
@@ -369,7 +369,7 @@ class Communicators:
     def interrupt(self) -> None:
         """End every wait of this process in this generation with an error."""
         self.woken = True
-        self._nccl_errors.forget()
+        self._nccl_aborts.errors.forget()
         if self.backend == "nccl" and self.is_up:
             self._nccl_aborts.begin()
         excluded = (*self._excluded, *self._driver_sockets)

@@ -90,18 +90,20 @@ class NcclErrors:
     def __init__(
         self,
         tell: Callable[[int, NcclError], None],
+        device: torch.device,
         find_library: Callable[[], Library | None] = loaded_library,
         ask_s: float = ASK_S,
     ) -> None:
         self._tell = tell
+        self._device = device
         self._find_library = find_library
         self._ask_s = ask_s
         self._lock = threading.Lock()
         self._watched: _Watched | None = None
 
-    def watch(self, generation: int, groups: Mapping[str, Any], device: Any) -> None:
+    def watch(self, generation: int, groups: Mapping[str, Any]) -> None:
         """Ask for the errors of these groups, by role, from now on."""
-        watched = _Watched(generation, _distinct(groups), device)
+        watched = _Watched(generation, _distinct(groups), self._device)
         with self._lock:
             self._watched = watched
         threading.Thread(
@@ -164,7 +166,7 @@ class _Watched:
 
 def _distinct(groups: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Each group once, by its first role."""
-    found: dict[int, tuple[str, Any]] = {}
+    distinct: dict[int, tuple[str, Any]] = {}
     for role, group in groups.items():
-        found.setdefault(id(group), (role, group))
-    return list(found.values())
+        distinct.setdefault(id(group), (role, group))
+    return list(distinct.values())
