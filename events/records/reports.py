@@ -667,6 +667,7 @@ class StacksKept(RankReport, frozen=True):
     path: str
     """The file, beside the output of the process; "": it could not be written."""
     num_bytes: int
+    """Of the file."""
     reader: StacksReader
     """What read the stacks: `py-spy`, `signal` (Python's faulthandler), or "" if none could."""
     stack: str = ""

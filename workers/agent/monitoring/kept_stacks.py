@@ -39,6 +39,8 @@ THREADS_NUM_MAX = 64
 DUMP_BYTES_MAX = 8 << 20
 OPS_NUM_MAX = 64
 STACK_CHARS_MAX = 2000
+INTERPRETERS = ("python", "pypy")
+"""Names of programs begin so."""
 RESTART_S_MAX = 1.0
 """How much older than its process a dump may look: clocks of the kernel are coarse."""
 _log = structlog.get_logger("agent")
@@ -193,7 +195,7 @@ def _is_python(pid: int) -> bool:
     """Whether it runs an interpreter, by the name of its program. Without the right to read that
     nobody could read its stacks either."""
     with suppress(OSError):
-        return os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith(("python", "pypy"))
+        return os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith(INTERPRETERS)
     return False
 
 

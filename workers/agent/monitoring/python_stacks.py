@@ -36,6 +36,8 @@ SIGNAL_S_MAX = 0.4
 SIGNAL_BYTES_MAX = 128 << 10
 QUIET_S = 0.02
 """After this time without a new byte the answer is whole."""
+DENIED = ("Permission denied", "Permission Denied", "Operation not permitted")
+"""What py-spy, and the kernel by it, says without the right to trace."""
 FRAMES_NUM_MAX = 12
 """The innermost frames that a report has."""
 _FAULTHANDLER = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
@@ -157,7 +159,7 @@ async def _bounded(stream: asyncio.StreamReader) -> bytes:
 
 def _why(error: str) -> str:
     """The reason in what py-spy prints when it fails."""
-    if "Permission" in error or "Operation not permitted" in error:
+    if any(words in error for words in DENIED):
         return "this agent may not read the memory of the process (ptrace)"
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     return (lines[0] if lines else "it printed nothing")[:200]

@@ -215,14 +215,9 @@ class Launcher:
                 _Note(pack(frame), str(log_path), log_start, str(folder), str(cgroup or ""))
             )
 
-        errors = torch_files.error_file_of(log_path, folder)
         output = Output(log_path, node.output_bytes_max)
         former_outputs.remove_attempts(output.path, folder, output.bytes_max)
-        env = {
-            **environment(order, node, os.environ),
-            torch_files.ERROR_FILE_ENV: str(errors),
-            stack_signal.VARIABLE: str(stack_signal.dump_file_of(log_path, folder)),
-        }
+        env = environment(order, node, os.environ) | files_for_agent(log_path, folder)
         files = {"--fd": pipe.theirs.fileno()} if pipe is not None else {}
         if page is not None:
             files["--pulse"] = page.fd
@@ -264,6 +259,14 @@ class Launcher:
         else:
             process = by_exec(node.rank_argv, files=files)
         return self._with_user(process, folder)
+
+
+def files_for_agent(log_path: Path, folder: Path) -> dict[str, str]:
+    """The variables that name the files that a process with this log writes for its agent."""
+    return {
+        torch_files.ERROR_FILE_ENV: str(torch_files.error_file_of(log_path, folder)),
+        stack_signal.VARIABLE: str(stack_signal.dump_file_of(log_path, folder)),
+    }
 
 
 def unlimited(limits: Limits) -> tuple[str, ...]:
