@@ -7,14 +7,14 @@ Nothing of it changes what happens to the process: what cannot be read in time i
 import asyncio
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import structlog
 
 from ....events.errors import UsageError
-from ....events.records.reports import StacksKept
+from ....events.records.reports import StacksKept, StacksReader
 from ....events.regular_files import open_to_write
 from ....events.timing import STACKS_S_MAX
 from ...diagnosis import dump_files
@@ -83,7 +83,7 @@ async def keep(
     )
 
 
-async def _within(s_max: float, work: "asyncio.Future[object]") -> str:
+async def _within(s_max: float, work: Awaitable[object]) -> str:
     """Wait for `work`; why it has not been done, or ""."""
     try:
         async with asyncio.timeout(s_max):
@@ -136,7 +136,7 @@ class _Found:
         return [stacks for stacks in self._stacks if stacks.text]
 
     @property
-    def reader(self) -> python_stacks.StacksReader:
+    def reader(self) -> StacksReader:
         return next((stacks.reader for stacks in self._read), "")
 
     @property
