@@ -137,7 +137,7 @@ class _Found:
 
     @property
     def reader(self) -> StacksReader:
-        return next((stacks.reader for stacks in self._read), "")
+        return self._read[0].reader if self._read else ""
 
     @property
     def innermost(self) -> str:
