@@ -106,6 +106,7 @@ class Member:
         device = cpu_device.prepare_device()
         self.communicators = Communicators(_host(environment), device, self._tell_nccl_error)
         self.communicators.on_groups = work.on_groups
+        self.communicators.rows = pulse.rows
         self._owner = output_owner.of_rank(
             environment, start.task, start.spec.name, self.train.output
         )

@@ -28,8 +28,9 @@ from ....events.decoding import from_msgpack
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import num_positions
 from ....events.timing import RENDEZVOUS_S_MAX
+from ...ipc.group_rows import RowsWriter
 from ..dependencies import private_megatron, private_torch
-from . import process_groups, sockets
+from . import counting, process_groups, sockets
 from .group_handles import Handles
 from .nccl_errors import NcclError, NcclErrors
 from .operations import Operations
@@ -170,6 +171,8 @@ class Communicators:
         self._handles = Handles()
         self._nccl_aborts = NcclAborts(NcclErrors(tell_error, device))
         self._operations: Operations | None = None
+        self.rows: RowsWriter | None = None
+        """Where the operations of each generation are counted; None: they are not."""
         self.generation = 0
         self.place = 0
         self.num_members = 0
@@ -238,8 +241,9 @@ class Communicators:
         finally:
             self._is_building = False
         private_torch.set_timeout(COLLECTIVE_S_MAX)
+        groups = {"world": dist.group.WORLD, **process_groups.by_role(self.groups)}
+        counting.begin(self.rows, groups)
         if self.backend == "nccl":
-            groups = {"world": dist.group.WORLD, **process_groups.by_role(self.groups)}
             self._nccl_aborts.errors.watch(self.generation, groups)
         self.axes = axes
         self.replica = replica
@@ -299,6 +303,7 @@ class Communicators:
         self.down_s = time.monotonic() - began_s
 
     def _remove_groups(self, roots: Iterable[Any]) -> None:
+        counting.end()
         self.on_groups(None)
         if self._operations is not None:
             self._handles.take(roots, process_groups.by_role(self.groups))
@@ -330,7 +335,11 @@ class Communicators:
     def at_position(self, axes: Axes, place: int) -> Generator[Any]:
         """Groups as `without_peers`, but also while a generation is up: to build the part of a
         position in any layout. Megatron's globals are restored at the end."""
-        with private_torch.separate_groups(), private_megatron.globals_restored():
+        with (
+            counting.paused(),
+            private_torch.separate_groups(),
+            private_megatron.globals_restored(),
+        ):
             yield _unconnected(axes, place)
 
     @contextmanager

@@ -144,6 +144,35 @@ def communicator_of_group(group: Any, device: Any) -> int:
         return 0
 
 
+# --- The collectives of a group ---
+COLLECTIVES: Mapping[str, str] = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "_allgather_base": "all_gather",
+    "all_gather_single": "all_gather",
+    "all_gather_single_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_single_coalesced": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "broadcast": "broadcast",
+    "barrier": "barrier",
+    "monitored_barrier": "barrier",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "gather": "gather",
+    "scatter": "scatter",
+    "reduce": "reduce",
+}
+"""Methods of a ProcessGroup, as far as this torch has them."""
+reaches(_RECORDER, *(f"ProcessGroup.{name}" for name in COLLECTIVES if name.startswith("_")))
+
+
 # --- The flight recorder ---
 
 
