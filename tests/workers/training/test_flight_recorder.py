@@ -16,10 +16,10 @@ from agent_driver import new_shim, start
 from guards import unguarded
 from rank_driver import Driver
 from unicron.cli.app import run_command
+from unicron.control_plane.incidents.hang_locator import HangLocation, locate
 from unicron.workers.agent.monitoring import flight_recorder_dumps
 from unicron.workers.agent.processes.pipe import Pipe
 from unicron.workers.diagnosis.dump_files import read_files
-from unicron.workers.diagnosis.hang_locator import HangLocation, locate
 from unicron.workers.ipc.pipe_protocol import Unpacker, WriteDump
 
 RANKS = [0, 1, 2]
