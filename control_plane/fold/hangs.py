@@ -130,6 +130,9 @@ def rank_stalled(state: ClusterState, record: Record, task: Task, body: r.RankSt
         seq=record.seq,
         stack=body.stack,
         silent_peers=body.silent_peers,
+        groups=body.groups,
+        are_groups_complete=body.are_groups_complete,
+        waits=body.waits,
     )
     if not task.heals_in_memory:
         command_stalled(state, task, body.rank, body.attempt, stall)

@@ -7,6 +7,7 @@ from msgspec import Struct, field
 from ...events.records.decisions import ThroughputSet
 from ...events.records.reports import Whereabouts
 from ...events.records.types import (
+    GroupProgress,
     Member,
     MemoryCheckpoint,
     NodeStores,
@@ -76,6 +77,12 @@ class Stall(Struct, frozen=True, kw_only=True):
     stack: str = ""
     """The innermost stack frame of its process."""
     silent_peers: tuple[str, ...] = ()
+    groups: tuple[GroupProgress, ...] = ()
+    """What it has entered in each of its groups."""
+    are_groups_complete: bool = False
+    """Whether `groups` has every group in which it has entered something."""
+    waits: bool = False
+    """Whether it is in a call that waits for the end of an operation of `groups`."""
 
     @property
     def position(self) -> tuple[int, int]:

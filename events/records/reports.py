@@ -10,6 +10,7 @@ from ..spec.policy import Policy
 from .types import (
     Body,
     FaultKind,
+    GroupProgress,
     Labels,
     LetterAct,
     OperatorRequest,
@@ -652,6 +653,12 @@ class RankStalled(RankReport, frozen=True):
     stack: str = ""
     silent_peers: tuple[str, ...] = ()
     """Addresses that do not acknowledge what the rank has sent."""
+    groups: tuple[GroupProgress, ...] = ()
+    """What the rank has entered in each of its groups."""
+    are_groups_complete: bool = False
+    """Whether `groups` has every group in which the rank has entered something."""
+    waits: bool = False
+    """Whether it is in a call that waits for the end of an operation of `groups`."""
 
 
 StacksReader = Literal["", "py-spy", "signal"]

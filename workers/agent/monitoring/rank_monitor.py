@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 from ....events.records.orders import StartRank
 from ....events.records.reports import RankStalled, RankUnstalled, StepTimeChanged
-from ....events.records.types import Body
+from ....events.records.types import Body, GroupProgress
 from ...diagnosis.step_time import WARM_UP_NUM, StepTimeChange, StepTimeMonitor
+from ...ipc.group_rows import Entry, Progress
 from ...ipc.progress_page import COLLECTIVE_CODE, OUTSIDE_CODE, Mark, ProgressPage
 from ..processes.rank_guard import Guard, Key
 from . import process_state
@@ -28,6 +29,9 @@ SLOW_AGAIN_TIMES = 2.0
 """A slow iteration that still runs is reported again when its work took this many times longer."""
 REPORT_S = 10.0
 """Minimum time between two step-time reports of one rank in the same generation."""
+
+NO_GROUPS = Progress((), is_complete=False, waits=False)
+"""Of a rank that does not tell of its groups."""
 
 
 class RankMonitors:
@@ -106,8 +110,10 @@ class RankMonitor:
         self._missed_s = 0.0
         """Time without monitoring since the last mark."""
         self._newest: tuple[int, float] = (0, 0.0)
-        """The number of the newest mark, and the look before: no mark is older than that, whatever
-        the rank says, so that its stalls are no flood."""
+        """The number of the newest mark, and the look before the rank last moved: no mark is older
+        than that, whatever the rank says, so that its stalls are no flood."""
+        self._entered = 0
+        """What `ProgressPage.num_entered` was at the last look."""
         self._before: process_state.ProcessState | None = None
         self._stalled: Mark | None = None
         self._reported_s = -REPORT_S
@@ -122,7 +128,8 @@ class RankMonitor:
 
     def continue_stall(self) -> None:
         """A former agent has reported that the rank stalls. Its end is the next mark."""
-        self._stalled = mark = self.page.mark()
+        self._stalled, self._entered = self.page.mark(), self.page.num_entered()
+        mark = self._stalled
         if mark is not None:
             self._newest, self._generation = (mark.num, 0.0), mark.generation
 
@@ -145,7 +152,8 @@ class RankMonitor:
             self._monitor = StepTimeMonitor(self._monitor.average_s)
             self._slow = self._waiting = None
             self._reported_s = -REPORT_S
-        if mark.num != self._newest[0]:
+        if self._has_moved(mark):
+            moved_s = mark.at_s if mark.num != self._newest[0] else before_s
             self._newest, self._missed_s, self._before = (mark.num, before_s), 0.0, None
             if self._stalled is not None:
                 reports.append(
@@ -153,7 +161,7 @@ class RankMonitor:
                         **self._ids,
                         generation=mark.generation,
                         iteration=mark.iteration,
-                        stalled_s=max(0.0, mark.at_s - self._stalled.at_s),
+                        stalled_s=max(0.0, moved_s - self._stalled.at_s),
                     )
                 )
                 self._stalled = None
@@ -175,7 +183,7 @@ class RankMonitor:
             and in_s > limit_s
             and (in_s - process_state.starved_s(self.pid, self._before) > limit_s)
         ):
-            self._stalled = mark
+            self._stalled, told = mark, self.page.groups() or NO_GROUPS
             return [
                 RankStalled(
                     **self._ids,
@@ -188,9 +196,19 @@ class RankMonitor:
                     normal_s=self._monitor.average_s,
                     stack=process_state.describe(self.pid, self._before),
                     silent_peers=silent_peers(self.pid),
+                    groups=tuple(_group(entry, now_s) for entry in told.entries),
+                    are_groups_complete=told.is_complete,
+                    waits=told.waits,
                 )
             ]
         return self._check_slow(now_s, mark, limit_s) if in_s < limit_s / 3 else []
+
+    def _has_moved(self, mark: Mark) -> bool:
+        """Whether the rank has passed a mark, or entered an operation of a group, since the look
+        before."""
+        entered, before = self.page.num_entered(), self._entered
+        self._entered = entered
+        return mark.num != self._newest[0] or entered != before
 
     def _check_slow(self, now_s: float, mark: Mark, limit_s: float) -> list[Body]:
         """Report an iteration whose own work takes too long although the rank passes marks. A rank
@@ -253,6 +271,21 @@ class RankMonitor:
             own_s=change.own_s,
             normal_s=change.normal_s,
         )
+
+
+def _group(entry: Entry, now_s: float) -> GroupProgress:
+    """What the rank has entered in one of its groups."""
+    return GroupProgress(
+        key=entry.key,
+        role=entry.role,
+        members=entry.members,
+        entered=entry.entered,
+        left=entry.left,
+        kind=entry.kind,
+        num_bytes=entry.num_bytes,
+        order=entry.order,
+        in_s=max(0.0, now_s - entry.at_s),
+    )
 
 
 def _key(order: StartRank) -> Key:
