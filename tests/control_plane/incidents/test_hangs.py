@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from decider import Driver, kinds, only, spec, task_of, the
 from hangs import IN, NORMAL_S, VICTIM, deadline, hung, stacks_kept, stalled, went_on
+from msgspec.structs import replace
 from slow_iterations import OTHERS, crawls, waited_for
 from unicron.cli.screens import incident as screen
 from unicron.cli.screens import task as task_screen
@@ -16,6 +19,7 @@ from unicron.events.records import decisions, statuses
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.timing import STACKS_S_MAX
+from unicron.events.records.types import GroupProgress
 
 
 def test_a_rank_that_did_not_enter_restarts(d: Driver, task: int) -> None:
@@ -525,3 +529,85 @@ def test_after_repeated_slow_iterations_the_rank_is_left_out(d: Driver, task: in
     assert the(decisions.ExperimentBegun, d.log).status == statuses.TASK_HANG
     assert [list(node.slots_suspected) for node in d.state.nodes.values()] == [[], [0]]
     assert not any(node.slots_disabled for node in d.state.nodes.values())
+
+
+# --- a replica of several ranks: only their groups show who is the cause ---
+def told(d: Driver, task: int, counts: dict[int, tuple[int, int, int]]) -> None:
+    """All ranks of TP 2 x DP 2 stall in their passes. By rank: what it has entered in its tensor
+    group, in its data-parallel group and among all."""
+    for rank, (tp, dp, world) in counts.items():
+        first = rank // 2 * 2
+        groups = (("tp", (first, 2, 1, 1, 0), tp), ("dp_cp", (rank % 2, 2, 2, 1, 0), dp))
+        stalled(
+            d,
+            task,
+            rank,
+            collective=0,
+            groups=tuple(
+                GroupProgress(
+                    key=100 + number,
+                    role=role,
+                    members=members,
+                    entered=entered,
+                    left=entered - 1,
+                    kind="all_reduce",
+                    num_bytes=64,
+                    order=number + 1,
+                    in_s=1.6,
+                )
+                for number, (role, members, entered) in enumerate(
+                    (*groups, ("world", (0, 4, 1, 1, 0), world))
+                )
+            ),
+            are_groups_complete=True,
+            waits=rank != 1,
+        )
+
+
+def test_in_a_replica_the_rank_that_waits_for_nobody_restarts(d: Driver, task: int) -> None:
+    told(d, task, {0: (8, 3, 5), 1: (7, 3, 5), 2: (9, 4, 5), 3: (9, 4, 5)})
+    late = d.due(deadline(d, task))
+    opened = the(decisions.IncidentOpened, late)
+    assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (1,))
+    assert opened.why == (
+        "rank 1 on n1 is stalled after backward in iteration 1: did not enter all_reduce 8 of tp "
+        "(ranks 0 1), which rank 0 entered; it is 1 behind there, its last is 7; 3 others wait"
+    )
+    assert the(o.StopRank, late).rank == 1
+    d.obey(late)
+    closed = the(decisions.IncidentClosed, d.progress(task))
+    assert (closed.outcome, closed.iterations_lost) == ("healed", 0)
+
+
+def test_what_all_have_entered_is_named_in_a_fault_of_the_network(d: Driver, task: int) -> None:
+    told(d, task, dict.fromkeys(range(4), (8, 3, 5)))
+    for rank in range(4):
+        replace_stall(d, task, rank, waits=True)
+    hang = locate_hang(d.state, task_of(d, task))
+    assert hang is not None
+    assert (hang.kind, hang.ranks) == ("network", (0, 1, 2, 3))
+    assert hang.why.endswith(
+        "; all_reduce 5 of world (ranks 0, 1, 2, 3) was entered by all of them and does not end"
+    )
+
+
+def test_groups_that_contradict_the_marks_are_not_believed(d: Driver, task: int) -> None:
+    """Rank 3 says that it works; by the groups it would be rank 1."""
+    told(d, task, {0: (8, 3, 5), 1: (7, 3, 5), 2: (9, 4, 5), 3: (9, 4, 5)})
+    replace_stall(d, task, 3, where="own")
+    hang = locate_hang(d.state, task_of(d, task))
+    assert hang is not None
+    assert hang.ranks == (3,)
+
+
+def test_without_the_groups_of_all_the_marks_decide(d: Driver, task: int) -> None:
+    told(d, task, {0: (8, 3, 5), 1: (7, 3, 5), 2: (9, 4, 5), 3: (9, 4, 5)})
+    replace_stall(d, task, 2, groups=(), are_groups_complete=False)
+    hang = locate_hang(d.state, task_of(d, task))
+    assert hang is not None
+    assert (hang.kind, hang.ranks) == ("network", (0, 1, 2, 3))
+
+
+def replace_stall(d: Driver, task: int, rank: int, **changes: Any) -> None:
+    stalls = task_of(d, task).stalls
+    stalls[rank] = replace(stalls[rank], **changes)
