@@ -18,8 +18,8 @@ from unicron.control_plane.state.incident import NUM_STACKS_MAX, STACK_CHARS_MAX
 from unicron.events.records import decisions, statuses
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
-from unicron.events.timing import STACKS_S_MAX
 from unicron.events.records.types import GroupProgress
+from unicron.events.timing import STACKS_S_MAX
 
 
 def test_a_rank_that_did_not_enter_restarts(d: Driver, task: int) -> None:

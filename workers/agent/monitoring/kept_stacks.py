@@ -13,12 +13,12 @@ from pathlib import Path
 
 import structlog
 
+from ....events.collectives import Op
 from ....events.errors import UsageError
 from ....events.records.reports import StacksKept, StacksReader
 from ....events.regular_files import open_to_write
 from ....events.timing import STACKS_S_MAX
 from ...diagnosis import dump_files
-from ...diagnosis.flight_recorder import Op
 from ...host import linux
 from ...host.rank_user import RankUser
 from ...ipc import stack_signal
