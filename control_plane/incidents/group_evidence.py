@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from ...events.collectives import Dump, Group, Job, Op
 from ...events.records.types import GroupProgress
 from ..state.task import Stall
-from .hang_locator import HangLocation, Suspect, locate
+from .hang_locator import NOT_ENTERED, HangLocation, Suspect, locate
 
 SEND, RECEIVE = "send", "receive"
 SAME_SIZE = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
@@ -52,7 +52,9 @@ def locate_stalls(stalls: Mapping[int, Stall], members: Sequence[int]) -> Locate
         return None
     if located.kind == "rank" and any(stalls[rank].waits for rank in located.ranks):
         return None  # who waits is not the cause: another rank has told what is not so
-    if located.kind == "network" and not all(one.are_groups_complete for one in stalls.values()):
+    if located.kind == "network" and not all(
+        stall.are_groups_complete for stall in stalls.values()
+    ):
         return None
     return located
 
@@ -65,7 +67,7 @@ def _judged(location: HangLocation) -> Located | None:
     hung = [
         suspect
         for suspect in location.suspects
-        if (suspect.state, suspect.confidence) == ("not entered", "high")
+        if (suspect.state, suspect.confidence) == (NOT_ENTERED, "high")
     ]
     is_stuck = any(not waiting.ranks for waiting in location.waiting)
     if hung and not is_stuck:

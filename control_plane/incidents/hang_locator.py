@@ -220,20 +220,35 @@ class WaitGraph:
         a circle. It has entered what its peers have not, or left out what they have entered."""
         if any(rank not in self._dumps or not self._dumps[rank].waits for rank in ranks):
             return None
-        candidates = [rank for rank in ranks if not self._has_circle(ranks - {rank})]
+        circle = self._circle(ranks)
+        candidates = [rank for rank in circle if not self._circle(ranks - {rank})]
         return candidates[0] if len(candidates) == 1 else None
 
-    def _has_circle(self, ranks: set[int]) -> bool:
-        left = set(ranks)
-        while ends := {rank for rank in left if left.isdisjoint(self.edges[rank])}:
-            left -= ends
-        return bool(left)
+    def _circle(self, ranks: set[int]) -> list[int]:
+        """Some of these ranks, each of which waits for the next, and the last for the first; []:
+        there are none such."""
+        num_waits = {rank: len(ranks.intersection(self.edges[rank])) for rank in sorted(ranks)}
+        ended = [rank for rank, num in num_waits.items() if not num]
+        while ended:
+            last = ended.pop()
+            del num_waits[last]
+            for rank in self.waiters.get(last, ()):
+                if rank in num_waits:
+                    num_waits[rank] -= 1
+                    if not num_waits[rank]:
+                        ended.append(rank)
+        if not num_waits:
+            return []
+        path = [min(num_waits)]
+        while (after := min(num_waits.keys() & self.edges[path[-1]].keys())) not in path:
+            path.append(after)
+        return path[path.index(after) :]
 
     def working_in(self, circle: set[int]) -> int | None:
         """Of ranks that wait for each other: the only one that is in no call that waits, if the
         ranks tell it. An operation that it has started without a wait makes it part of the circle.
         """
-        told = {rank: self._dumps[rank].waits for rank in circle if rank in self._dumps}
+        told = {rank: self._dumps[rank].waits for rank in sorted(circle) if rank in self._dumps}
         working = [rank for rank, waits in told.items() if waits is False]
         return working[0] if len(working) == 1 and any(told.values()) else None
 
@@ -300,6 +315,8 @@ def _members(dumps: Mapping[int, Dump]) -> dict[Group, tuple[int, ...]]:
     }
 
 
+NOT_ENTERED = "not entered"
+"""State of a suspect that has not entered what its peers wait for."""
 WAIT_S_MIN = 1.0
 """If the longest wait is shorter, there is no hang. Dumps without a time are not checked."""
 TENSORS_CHARS_MAX = 80
@@ -484,7 +501,7 @@ def _behind(waits: WaitGraph, rank: int) -> Suspect:
     by = [one for one in waits.waiters[rank] if op.key in {o.key for o in waits.pending[one]}]
     if rank not in waits.unstarted[op.key]:
         return _suspect(
-            waits, rank, op, "not entered", "high", _did_not(waits, rank, op), by or [waiter]
+            waits, rank, op, NOT_ENTERED, "high", _did_not(waits, rank, op), by or [waiter]
         )
     why = (
         f"entered {_op_in_words(op, waits)}, but its kernel has not started; those of "

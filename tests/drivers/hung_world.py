@@ -43,10 +43,8 @@ class _Watched:
         threading.Thread(target=self._look, daemon=True).start()
 
     def on_groups(self, groups: Any) -> None:
-        counting.begin(
-            self.writer.rows,
-            {"world": dist.group.WORLD, **process_groups.by_role(groups)},
-        )
+        counting.count_in(self.writer.rows)
+        counting.begin({"world": dist.group.WORLD, **process_groups.by_role(groups)})
 
     def on_iteration(self, iteration: int) -> None:
         self._iteration, self._num = iteration, 0

@@ -160,7 +160,7 @@ class RowsWriter:
             row.index = len(self._rows)
             self._rows.append(row)
         else:
-            oldest = min(self._rows, key=lambda one: one.order)
+            oldest = min(self._rows, key=lambda each: each.order)
             row.index, oldest.index = oldest.index, -1
             self._rows[row.index] = row
             self._num_dropped += 1
@@ -182,7 +182,7 @@ def group_of(name: str, members: Sequence[int]) -> bytes:
 def strides(members: Sequence[int]) -> Strides:
     """Members as two nested loops; UNKNOWN if they are none."""
     num = len(members)
-    if not num or not all(0 <= one < MEMBERS_NUM_MAX for one in members):
+    if not num or not all(0 <= place < MEMBERS_NUM_MAX for place in members):
         return UNKNOWN
     step = members[1] - members[0] if num > 1 else 1
     inner = 1
@@ -193,10 +193,10 @@ def strides(members: Sequence[int]) -> Strides:
         if num % inner:
             return UNKNOWN
         outer, outer_step = num // inner, members[inner] - members[0]
-    found = (members[0], inner, step, outer, outer_step)
-    if min(found) < 0 or list(members_of(found)) != list(members):
+    loops = (members[0], inner, step, outer, outer_step)
+    if min(loops) < 0 or list(members_of(loops)) != list(members):
         return UNKNOWN
-    return found
+    return loops
 
 
 def members_of(loops: Strides) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from .checkpoint import checkpoint, memory_checkpoint
 from .checkpoint.final_save import save_at_end
 from .checkpoint.memory_checkpoint import StoreOrder
 from .checkpoint.saver import Format, OwnFormat, Save, Saver, can_save
+from .communicators import counting
 from .communicators.communicators import ABORTED, Communicators
 from .communicators.nccl_errors import NcclError
 from .model import cpu_device, determinism, training_state
@@ -89,10 +90,10 @@ class Member:
         )
         self.trace.note("start", 0, NO_STATE)
         self.pulse = pulse
+        counting.count_in(pulse.rows)
         self.recorder = Recorder(start.task, start.rank)
         control.write_dump = self.recorder.start_write
-        self.generation = 0
-        self.joined = False
+        self.generation, self.joined = 0, False
         self.members: tuple[int, ...] = ()
         self.nodes: tuple[str, ...] = ()
         self.axes = Axes()
@@ -106,7 +107,6 @@ class Member:
         device = cpu_device.prepare_device()
         self.communicators = Communicators(_host(environment), device, self._tell_nccl_error)
         self.communicators.on_groups = work.on_groups
-        self.communicators.rows = pulse.rows
         self._owner = output_owner.of_rank(
             environment, start.task, start.spec.name, self.train.output
         )

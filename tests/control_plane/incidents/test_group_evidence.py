@@ -235,92 +235,103 @@ class Case(NamedTuple):
     """More than 1: all chunks in turn. Nobody waits for their sends before the end."""
 
 
-def program(case: Case, place: int) -> Iterator[Op]:
-    """One rank's iterations, in Megatron's 1F1B schedule, or with chunks."""
-    axes = case.axes
-    at = coordinates(axes, place)
-    own = replica(axes, at.dp)
-    tp: Group = ("tp", own[at.pp * axes.tp : (at.pp + 1) * axes.tp])
-    stages = own[at.tp :: axes.tp]
-    dp: Group = ("dp_cp", holders(axes, at.tp, at.pp))
-    world: Group = ("world", tuple(range(axes.tp * axes.pp * axes.dp)))
-    before = stages[at.pp - 1] if at.pp else -1
-    after = stages[at.pp + 1] if at.pp + 1 < axes.pp else -1
+class Schedule:
+    """The program of one rank: Megatron's 1F1B schedule, or with chunks all of them in turn."""
 
-    def layers() -> Iterator[Op]:
-        for _ in range(case.num_layers if axes.tp > 1 else 0):
-            yield Op("all_reduce", tp)
+    def __init__(self, case: Case, place: int) -> None:
+        axes = case.axes
+        at = coordinates(axes, place)
+        own = replica(axes, at.dp)
+        stages = own[at.tp :: axes.tp]
+        self.case, self.at = case, at
+        self.tp: Group = ("tp", own[at.pp * axes.tp : (at.pp + 1) * axes.tp])
+        self.dp: Group = ("dp_cp", holders(axes, at.tp, at.pp))
+        self.world: Group = ("world", tuple(range(axes.tp * axes.pp * axes.dp)))
+        self.first, self.last = stages[0], stages[-1]
+        self.before = stages[at.pp - 1] if at.pp else -1
+        self.after = stages[at.pp + 1] if at.pp + 1 < axes.pp else -1
+        self.warm_up = min(axes.pp - at.pp - 1, case.num_micro_batches)
 
-    def exchange(*wanted: tuple[str, int]) -> Iterator[Op]:
+    def iterations(self) -> Iterator[Op]:
+        case = self.case
+        for _ in range(ITERATIONS):
+            yield Op("begin")
+            if case.is_sharded and case.axes.dp > 1:
+                yield Op("all_gather", self.dp)
+            if case.chunks > 1 and case.axes.pp > 1:
+                yield from self._chunks()
+            else:
+                yield from self._one_forward_one_backward()
+            if not case.is_overlapped:
+                yield from self._reduction()
+            yield Op("wait")
+            yield Op("all_reduce", self.world)
+            yield Op("item")
+
+    def _layers(self) -> Iterator[Op]:
+        for _ in range(self.case.num_layers if self.case.axes.tp > 1 else 0):
+            yield Op("all_reduce", self.tp)
+
+    def _exchange(self, *wanted: tuple[str, int]) -> Iterator[Op]:
         posted = [Op(what, peer=peer, is_async=True) for what, peer in wanted if peer >= 0]
         yield from posted
         if posted:
             yield Op("wait")
 
-    def chunked() -> Iterator[Op]:
+    def _reduction(self) -> Iterator[Op]:
+        for bucket in range(2 if self.case.axes.dp > 1 else 0):
+            kind = "reduce_scatter" if self.case.is_sharded else "all_reduce"
+            yield Op(kind, self.dp, is_async=self.case.is_overlapped, num_bytes=64 << bucket)
+
+    def _one_forward_one_backward(self) -> Iterator[Op]:
+        case, before, after = self.case, self.before, self.after
+        for _ in range(self.warm_up):
+            yield from self._exchange(("receive", before))
+            yield from self._layers()
+            yield from self._exchange(("send", after))
+        steady = case.num_micro_batches - self.warm_up
+        yield from self._exchange(("receive", before)) if steady else ()
+        for index in range(steady):
+            yield from self._layers()
+            yield from self._exchange(("send", after), ("receive", after))
+            yield from self._layers()
+            is_last = index + 1 == steady
+            if is_last and case.is_overlapped and not self.warm_up:
+                yield from self._reduction()
+            yield from self._exchange(("send", before), ("receive", -1 if is_last else before))
+        for index in range(self.warm_up):
+            yield from self._exchange(("receive", after))
+            yield from self._layers()
+            if index + 1 == self.warm_up and case.is_overlapped:
+                yield from self._reduction()
+            yield from self._exchange(("send", before))
+
+    def _chunks(self) -> Iterator[Op]:
         """Forward through all chunks of the stages, as a ring, and back."""
-        first, last = stages[0], stages[-1]
+        case = self.case
         for chunk in range(case.chunks):
             for _ in range(case.num_micro_batches):
-                source = before if at.pp else last if chunk else -1
-                target = after if at.pp + 1 < axes.pp else first if chunk + 1 < case.chunks else -1
-                yield from chunk_pass(source, target)
+                yield from self._pass(self._below(chunk), self._above(chunk))
         for chunk in reversed(range(case.chunks)):
             for index in range(case.num_micro_batches):
-                source = after if at.pp + 1 < axes.pp else first if chunk + 1 < case.chunks else -1
-                target = before if at.pp else last if chunk else -1
-                yield from chunk_pass(source, target)
+                yield from self._pass(self._above(chunk), self._below(chunk))
                 if not chunk and case.is_overlapped and index + 1 == case.num_micro_batches:
-                    yield from reduction()
+                    yield from self._reduction()
 
-    def chunk_pass(source: int, target: int) -> Iterator[Op]:
+    def _below(self, chunk: int) -> int:
+        return self.before if self.at.pp else self.last if chunk else -1
+
+    def _above(self, chunk: int) -> int:
+        if self.at.pp + 1 < self.case.axes.pp:
+            return self.after
+        return self.first if chunk + 1 < self.case.chunks else -1
+
+    def _pass(self, source: int, target: int) -> Iterator[Op]:
         if source >= 0:
             yield Op("receive", peer=source)
-        yield from layers()
+        yield from self._layers()
         if target >= 0:
             yield Op("send", peer=target, is_async=True)
-
-    def one_forward_one_backward() -> Iterator[Op]:
-        for _ in range(warm_up):
-            yield from exchange(("receive", before))
-            yield from layers()
-            yield from exchange(("send", after))
-        yield from exchange(("receive", before)) if steady else ()
-        for index in range(steady):
-            yield from layers()
-            yield from exchange(("send", after), ("receive", after))
-            yield from layers()
-            is_last = index + 1 == steady
-            if is_last and case.is_overlapped and not warm_up:
-                yield from reduction()
-            yield from exchange(("send", before), ("receive", before if not is_last else -1))
-        for index in range(warm_up):
-            yield from exchange(("receive", after))
-            yield from layers()
-            if index + 1 == warm_up and case.is_overlapped:
-                yield from reduction()
-            yield from exchange(("send", before))
-
-    def reduction() -> Iterator[Op]:
-        for bucket in range(2 if axes.dp > 1 else 0):
-            kind = "reduce_scatter" if case.is_sharded else "all_reduce"
-            yield Op(kind, dp, is_async=case.is_overlapped, num_bytes=64 << bucket)
-
-    warm_up = min(axes.pp - at.pp - 1, case.num_micro_batches)
-    steady = case.num_micro_batches - warm_up
-    for _ in range(ITERATIONS):
-        yield Op("begin")
-        if case.is_sharded and axes.dp > 1:
-            yield Op("all_gather", dp)
-        if case.chunks > 1 and axes.pp > 1:
-            yield from chunked()
-        else:
-            yield from one_forward_one_backward()
-        if not case.is_overlapped:
-            yield from reduction()
-        yield Op("wait")
-        yield Op("all_reduce", world)
-        yield Op("item")
 
 
 AXES = st.sampled_from(
@@ -347,7 +358,7 @@ def stopped(case: Case, victim: int, at: int, *, is_blocking: bool) -> World:
     """The world in which this rank stops before this line of its program, after the first
     iteration."""
     num = case.axes.tp * case.axes.pp * case.axes.dp
-    programs = [list(program(case, place)) for place in range(num)]
+    programs = [list(Schedule(case, place).iterations()) for place in range(num)]
     world = World(programs, is_blocking=is_blocking)
     mine = world.ranks[victim % num]
     first = len(mine.program) // ITERATIONS

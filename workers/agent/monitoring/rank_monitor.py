@@ -109,11 +109,10 @@ class RankMonitor:
         """Time before this does not count."""
         self._missed_s = 0.0
         """Time without monitoring since the last mark."""
-        self._newest: tuple[int, float] = (0, 0.0)
-        """The number of the newest mark, and the look before the rank last moved: no mark is older
-        than that, whatever the rank says, so that its stalls are no flood."""
-        self._entered = 0
-        """What `ProgressPage.num_entered` was at the last look."""
+        self._newest: tuple[int, int, float] = (0, 0, 0.0)
+        """The number of the newest mark, `ProgressPage.num_entered`, and the look before these
+        last changed: no mark is older than that, whatever the rank says, so that its stalls are no
+        flood."""
         self._before: process_state.ProcessState | None = None
         self._stalled: Mark | None = None
         self._reported_s = -REPORT_S
@@ -128,10 +127,10 @@ class RankMonitor:
 
     def continue_stall(self) -> None:
         """A former agent has reported that the rank stalls. Its end is the next mark."""
-        self._stalled, self._entered = self.page.mark(), self.page.num_entered()
-        mark = self._stalled
+        self._stalled = mark = self.page.mark()
         if mark is not None:
-            self._newest, self._generation = (mark.num, 0.0), mark.generation
+            self._newest = (mark.num, self.page.num_entered(), 0.0)
+            self._generation = mark.generation
 
     def exclude(self, from_s: float | None, late_s: float) -> None:
         """Do not count the last `late_s`. If `from_s` is given, count only time after `from_s`."""
@@ -152,9 +151,11 @@ class RankMonitor:
             self._monitor = StepTimeMonitor(self._monitor.average_s)
             self._slow = self._waiting = None
             self._reported_s = -REPORT_S
-        if self._has_moved(mark):
+        entered = self.page.num_entered()
+        if (mark.num, entered) != self._newest[:2]:
             moved_s = mark.at_s if mark.num != self._newest[0] else before_s
-            self._newest, self._missed_s, self._before = (mark.num, before_s), 0.0, None
+            self._newest = (mark.num, entered, before_s)
+            self._missed_s, self._before = 0.0, None
             if self._stalled is not None:
                 reports.append(
                     RankUnstalled(
@@ -175,7 +176,7 @@ class RankMonitor:
         if not limit_s:
             return []
         limit_s = max(limit_s, STALL_S_MIN)
-        in_s = now_s - max(mark.at_s, self._from_s, self._newest[1]) - self._missed_s
+        in_s = now_s - max(mark.at_s, self._from_s, self._newest[2]) - self._missed_s
         if self._stalled is None and in_s > limit_s / 3 and self._before is None:
             self._before = process_state.look(self.pid)
         if (
@@ -202,13 +203,6 @@ class RankMonitor:
                 )
             ]
         return self._check_slow(now_s, mark, limit_s) if in_s < limit_s / 3 else []
-
-    def _has_moved(self, mark: Mark) -> bool:
-        """Whether the rank has passed a mark, or entered an operation of a group, since the look
-        before."""
-        entered, before = self.page.num_entered(), self._entered
-        self._entered = entered
-        return mark.num != self._newest[0] or entered != before
 
     def _check_slow(self, now_s: float, mark: Mark, limit_s: float) -> list[Body]:
         """Report an iteration whose own work takes too long although the rank passes marks. A rank

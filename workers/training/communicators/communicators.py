@@ -28,7 +28,6 @@ from ....events.decoding import from_msgpack
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import num_positions
 from ....events.timing import RENDEZVOUS_S_MAX
-from ...ipc.group_rows import RowsWriter
 from ..dependencies import private_megatron, private_torch
 from . import counting, process_groups, sockets
 from .group_handles import Handles
@@ -171,8 +170,6 @@ class Communicators:
         self._handles = Handles()
         self._nccl_aborts = NcclAborts(NcclErrors(tell_error, device))
         self._operations: Operations | None = None
-        self.rows: RowsWriter | None = None
-        """Where the operations of each generation are counted; None: they are not."""
         self.generation = 0
         self.place = 0
         self.num_members = 0
@@ -242,7 +239,7 @@ class Communicators:
             self._is_building = False
         private_torch.set_timeout(COLLECTIVE_S_MAX)
         groups = {"world": dist.group.WORLD, **process_groups.by_role(self.groups)}
-        counting.begin(self.rows, groups)
+        counting.begin(groups)
         if self.backend == "nccl":
             self._nccl_aborts.errors.watch(self.generation, groups)
         self.axes = axes

@@ -95,23 +95,30 @@ class Counting:
         return ROLES.index(role) if role in ROLES else 0
 
 
+_rows: RowsWriter | None = None
 _current: Counting | None = None
 _is_installed = False
 
 
-def begin(rows: RowsWriter | None, groups: Mapping[str, Any]) -> None:
+def count_in(rows: RowsWriter | None) -> None:
+    """Count all operations of this process in these rows of its page; None: it has none."""
+    global _rows
+    _rows = rows
+
+
+def begin(groups: Mapping[str, Any]) -> None:
     """A generation begins. `groups`: by role. Without rows nothing is counted."""
     global _current
-    if rows is None:
+    if _rows is None:
         _current = None
         return
     _install()
-    rows.clear()
+    _rows.clear()
     # Of the roles that share a group, the first in the order of ROLES is the one that counts.
     roles = {
         groups[role].group_name: role for role in reversed(ROLES) if groups.get(role) is not None
     }
-    _current = Counting(rows, roles)
+    _current = Counting(_rows, roles)
 
 
 def end() -> None:
