@@ -66,8 +66,9 @@ def incident_opened(state: ClusterState, record: Record, body: d.IncidentOpened)
         opened_s=record.at_s,
         iterations_lost=None if task is not None and not task.heals_in_memory else 0,
         begun_iteration=task.max_iteration if task is not None else 0,
+        on_purpose=_was_injected(state, task, body.node),
     )
-    count_sev1_fault(state, incident, body, on_purpose=_was_injected(state, task, body.node))
+    count_sev1_fault(state, incident, body, on_purpose=incident.on_purpose)
     assign_evidence(state, incident, body)
     if task is not None:
         task.incident = record.seq

@@ -174,9 +174,11 @@ def network_incident(state: ClusterState, task: Task) -> Iterator[Body]:
     """Open a SEV3 incident if only a collective failed, before the reattempt in place; or tell an
     open one that it failed again. What comes back is put on what its members share."""
     failed = [rank for rank in task.living_members() if rank.failed == task.generation]
+    incident = state.incidents.get(task.incident)
+    if incident is not None and incident.status not in blame.UNNAMED:
+        return  # its cause explains the collective
     if failed and task.failed_s >= 0 and not unnamed.is_known(state, task):
         accused, blamed = accused_peer(task)
-        blamed = blamed or tuple(rank.rank for rank in failed)
         named = f"; several nodes name {accused} as the peer" if blamed else ""
         yield _open_or_escalate(
             state,
@@ -184,7 +186,7 @@ def network_incident(state: ClusterState, task: Task) -> Iterator[Body]:
             "SEV3",
             failed[0].failed_status,
             accused or failed[0].slot.node,
-            blamed if not task.incident else (),
+            blamed or tuple(rank.rank for rank in failed),
             f"a collective failed, no rank is lost{named}",
             tuple(rank.failed_seq for rank in failed),
         )

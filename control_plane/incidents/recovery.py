@@ -32,13 +32,15 @@ def returned(
 ) -> Incident | None:
     """The recovering incident whose fault this is again; None: it is another fault. A fault of a
     machine is the same on the same node, one of processes in the same ranks, or at the same point
-    of the task in whichever rank."""
+    of the task in whichever rank. A fault that was injected does not come back."""
+    if any(fault.on_purpose for fault in task.faults):
+        return None
     series = task.failures
     in_any_rank = series is not None and series.status == status and series.num > 1
     of_node = TABLE.get(status) == "SEV1"
     for number in reversed(task.recovering):
         incident = state.incidents[number]
-        if incident.status == status and (
+        if (incident.status, incident.on_purpose) == (status, False) and (
             incident.node == node
             if of_node
             else in_any_rank or not set(ranks).isdisjoint(incident.ranks)

@@ -179,6 +179,8 @@ class Incident(Struct, kw_only=True):
     """When it was opened, seconds since 1970."""
     down_since_s: float = -1.0
     """When the task stopped stepping; below 0: it steps."""
+    on_purpose: bool = False
+    """Its fault was injected (FaultRequested): another one is none that comes back."""
     num_times: int = 1
     """How often the fault has occurred: again while the incident was recovering."""
     begun_iteration: int = 0
