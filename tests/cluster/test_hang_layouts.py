@@ -17,6 +17,8 @@ from twins import Twins, small
 HANG_S_MIN = 3.0
 """In the policy; longer than the delay of a rank on a busy machine."""
 NUM = 4
+COPY_EVERY = 10
+"""Iterations between two copies in memory."""
 MODEL = {"num_layers": 2, "hidden": 64, "num_heads": 2, "sequence": 64}
 
 
@@ -34,8 +36,8 @@ CASES = {
     "tensor": Case(TENSOR, 1, "forward"),
     "pipeline": Case(PIPELINE, 2, "backward"),
     "pipeline-first": Case(PIPELINE, 0, "forward"),
-    "overlapped": Case(TENSOR | {"overlap": True}, 3, "backward"),
-    "sharded": Case(TENSOR | {"shard_optimizer": True}, 2, "backward", "loop"),
+    "overlapped": Case({"overlap": True}, 3, "backward"),
+    "sharded": Case({"parallel": {"tensor": [2], "optimizer": "sharded"}}, 2, "backward", "loop"),
     "step": Case(TENSOR, 0, "step", "gil"),
 }
 
@@ -55,7 +57,14 @@ def test_the_rank_for_which_the_others_wait_is_replaced_alone(
     cluster: RealCluster, twins: Twins, name: str, tmp_path: Path
 ) -> None:
     case = CASES[name]
-    spec = small(name, tmp_path, checkpoint_every=20, model=MODEL, batch={"global": 8, "micro": 2})
+    spec = small(
+        name,
+        tmp_path,
+        checkpoint_every=20,
+        copy_every=COPY_EVERY,
+        model=MODEL,
+        batch={"global": 8, "micro": 2},
+    )
     spec["train"] |= case.changes
     task = cluster.submit(spec)
     cluster.rest(task)
@@ -80,9 +89,11 @@ def test_the_rank_for_which_the_others_wait_is_replaced_alone(
 
     cluster.wait_whole(task, NUM)
     closed = cluster.wait_told(after, "IncidentClosed").body
-    assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == ("healed", 0, False), (
-        cluster.tail(after)
-    )
+    assert not closed.ckpt_read, cluster.tail(after)
+    if name == "sharded":  # nobody else has its part of the optimizer: it comes from a copy
+        assert closed.iterations_lost <= COPY_EVERY, cluster.tail(after)
+    else:
+        assert (closed.outcome, closed.iterations_lost) == ("healed", 0), cluster.tail(after)
     assert cluster.kept(task, before) == set(before) - {case.victim}
     ended = [record.body.rank for record in cluster.told(after, "RankExited", task=task)]
     assert ended == [case.victim], cluster.tail(after)
