@@ -575,7 +575,7 @@ def test_in_a_replica_the_rank_that_waits_for_nobody_restarts(d: Driver, task: i
     )
     assert the(o.StopRank, late).rank == 1
     d.obey(late)
-    closed = the(decisions.IncidentClosed, d.progress(task))
+    closed = the(decisions.IncidentClosed, d.heal(task))
     assert (closed.outcome, closed.iterations_lost) == ("healed", 0)
 
 
