@@ -10,7 +10,7 @@ Not counted is what torch starts in C++: functional collectives (`torch.ops._c10
 DTensor) and the reducer of DistributedDataParallel. Who waits there looks like one that works, but
 nobody is seen to wait for it there either.
 
-An entry costs about two microseconds. There is no lock: a group is used by one thread at a time.
+There is no lock: a group is used by one thread at a time.
 """
 
 import threading
