@@ -54,12 +54,7 @@ def _loop() -> NoReturn:
         pass
 
 
-def _sleep() -> NoReturn:
-    while True:
-        time.sleep(1 << 20)
-
-
-BLOCKING: dict[str, Callable[[], NoReturn]] = {"gil": _hold_gil, "loop": _loop, "sleep": _sleep}
+BLOCKING: dict[str, Callable[[], NoReturn]] = {"gil": _hold_gil, "loop": _loop}
 
 
 class Trace(trace.Trace):

@@ -51,7 +51,6 @@ PLAIN = {
     "slots",
     "tasks",
     "incidents_open",
-    "incidents_recovering",
     "needs_person",
     "failed_saves",
 }

@@ -33,6 +33,7 @@ PURE = (
             "rules/",
             "classifier.py",
             "flight_recorder.py",
+            "hang_locator.py",
             "step_time.py",
         )
     ),
