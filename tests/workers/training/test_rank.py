@@ -182,15 +182,23 @@ def test_survivors_quiesce_without_an_order(drive: Drive, twin: Twins) -> None:
     assert twin(0.0).is_equal(driver.final_checkpoint(2))
 
 
-FAILS_AFTER_REDUCTION = """
-from unicron.workers.training.model import megatron_gradients as reduction
-right, calls = reduction.finalize_model_grads, []
+def fails_after_its_fifth(module: str, function: str, error: str) -> str:
+    """A patch: the fifth call of a function of the model does its work and raises."""
+    return f"""
+from unicron.workers.training.model import {module} as patched
+right, calls = patched.{function}, []
 def whole_and_yet_failed(*args, **options):
     calls.append(right(*args, **options))
     if len(calls) == 5:
-        raise RuntimeError("Connection closed by peer")
-reduction.finalize_model_grads = whole_and_yet_failed
+        raise RuntimeError("{error}")
+    return calls[-1]
+patched.{function} = whole_and_yet_failed
 """
+
+
+FAILS_AFTER_REDUCTION = fails_after_its_fifth(
+    "megatron_gradients", "finalize_model_grads", "Connection closed by peer"
+)
 
 
 def test_members_that_disagree_on_a_step_settle_on_it(drive: Drive, twin: Twins) -> None:
@@ -300,16 +308,9 @@ def test_a_state_loaded_while_the_generation_ends_is_kept(
     assert twin(0.0).is_equal(driver.final_checkpoint(3))
 
 
-FAILS_IN_ITS_FIFTH_STEP = """
-from unicron.workers.training.model import megatron_step
-right, calls = megatron_step.step, []
-def half(*args, **options):
-    calls.append(right(*args, **options))
-    if len(calls) == 5:
-        raise RuntimeError("out of memory in the step")
-    return calls[-1]
-megatron_step.step = half
-"""
+FAILS_IN_ITS_FIFTH_STEP = fails_after_its_fifth(
+    "megatron_step", "step", "out of memory in the step"
+)
 
 
 def test_a_step_after_a_settlement_that_fails_ends_the_process(drive: Drive) -> None:
