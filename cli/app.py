@@ -17,10 +17,12 @@ from .terminal import console
 from .terminal.options import (
     Ca,
     Checks,
+    ChecksEvery,
     Form,
     Insecure,
     NodeArg,
     NodesArg,
+    ProbePort,
     Reason,
     Since,
     SlotsArg,
@@ -321,10 +323,9 @@ def agent(
             help="Do not monitor the progress of ranks: no stall, no straggler is reported.",
         ),
     ] = False,
+    probe_port: ProbePort = None,
     checks: Checks = None,
-    checks_every: Annotated[
-        float, typer.Option(min=1, metavar="S", help="Seconds between two runs of each check.")
-    ] = 60,
+    checks_every: ChecksEvery = 60,
     checks_limit: Annotated[
         float, typer.Option(min=1, metavar="S", help="Seconds that one run may take.")
     ] = 30,

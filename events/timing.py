@@ -26,6 +26,9 @@ PAUSES_S = (1.0, 4.0, 16.0, 60.0)
 """Pauses before what failed is tried again, a rank, a final checkpoint or a publication: after the
 first failure, the second and so on; the last pause is repeated."""
 
+STACKS_S_MAX = 2.0
+"""How long a process that is to be ended is kept for its stacks (StacksKept), at most."""
+
 RENDEZVOUS_S_MAX = 25.0
 """Timeout of the rendezvous of a generation. By default, the control plane waits longer for a
 member's Reconfigured (policy: reconfigure_s_max), so that a member names who is missing."""

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import DecodeError, Struct, field, json, structs
@@ -16,6 +17,7 @@ from ...events.errors import ServerError, UnicronError
 from ...events.file_space import room
 from ...events.log import durability, embedded_server
 from ...events.log.reserve import ROOM_MIN
+from ...events.node_probe import PORT_FIRST, PORTS_NUM
 from ...events.spec import support
 from ...events.spec.policy import Policy
 from ...events.words import install, scaled
@@ -58,6 +60,7 @@ def doctor(state: StateDir, *, only_support: bool, as_json: bool) -> int:
         _server,
         lambda: log_server(state),
         _loopback,
+        probe_port,
         lambda: _folder(state),
         lambda: _ranks(state),
         _containment,
@@ -227,6 +230,22 @@ def _loopback() -> Finding:
             "ports", "missing", f"127.0.0.1: {error.strerror}", "allow connections on the loopback"
         )
     return Finding("ports", "ok", "127.0.0.1 can be listened on and reached")
+
+
+def probe_port() -> Finding:
+    """Where the next agent of this host answers probes of other agents."""
+    for port in range(PORT_FIRST, PORT_FIRST + PORTS_NUM):
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
+            own.bind(("", port))
+            result = f"UDP port {port} is free; let other agents reach it from their hosts"
+            return Finding("probes", "ok", result)
+    last = PORT_FIRST + PORTS_NUM - 1
+    return Finding(
+        "probes",
+        "note",
+        f"no free UDP port in {PORT_FIRST} to {last}: a silent host is lost when its peers notice",
+        "unicron agent --probe-port PORT",
+    )
 
 
 def _folder(state: StateDir) -> Finding:

@@ -4,10 +4,10 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ...control_plane.incidents.hang_locator import HangLocation
+from ...control_plane.incidents.hang_locator import locate as find
 from ...events.errors import UsageError
 from ...workers.diagnosis.dump_files import read_files
-from ...workers.diagnosis.hang_locator import HangLocation
-from ...workers.diagnosis.hang_locator import locate as find
 from ..terminal import console
 from ..terminal.format import SCREEN_COLUMNS, clipped, command, labelled, number_of, ranks, table
 

@@ -33,7 +33,8 @@ REACHED = {
     "finished": ("finished",),
     "healed": ("running", "degraded", "saving", "finishing", "finished"),
 }
-"""The states of a task that each wish is fulfilled by; healed: also no incident is open."""
+"""The states of a task that each wish is fulfilled by; healed: also no incident is open, nor
+recovering."""
 
 
 def submit(state: StateDir, url: Urls, paths: Sequence[Path], *, as_json: bool) -> None:
@@ -175,9 +176,10 @@ def wait(
             return
         if late:
             names = [one["name"] for one in left]
+            is_whole = left[0]["state"] in REACHED[until]
             raise UnicronError(
                 f"{listed(names, 1)} not {until} after {span(timeout_s or 0.0)}, but "
-                f"{left[0]['state']}",
+                f"{'recovering' if is_whole else left[0]['state']}",
                 f"unicron status {names[0]}{option_for(state)}",
             )
         time.sleep(WAIT_POLL_S)

@@ -200,12 +200,17 @@ def _incident(
     )
     end = (
         f"{fmt.lost_in_words(one['iterations_lost'])}, pause {fmt.ms(one['pause_s'])}"
-        if one["outcome"]
+        if one["outcome"] or one["recovering_s"]
         else f"since {fmt.span(max(now_s - one['opened_s'], 0.0))}"
     )
+    if one["recovering_s"]:
+        end += f", until iteration {fmt.count(one['until_iteration'])}"
+    if one["num_times"] > 1:
+        end += f", {one['num_times']} times"
     if known := acknowledged(one):
         end += f", {known}"
     going_on = "healing" if view["cluster"]["healing"] == "on" else "paused"
+    going_on = "recovering" if one["recovering_s"] else going_on
     which = one["id"]
     if num := one["num_others"]:
         end, which = f"{end}; with it {fmt.number_of(num, 'other task')}", "--all"

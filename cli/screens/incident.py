@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from ...events.records.in_words import outage, state_source, status_in_words
+from ...events.records.in_words import outage, stack_in_words, state_source, status_in_words
 from ..terminal import format as fmt
 from ..terminal.format import Plain
 
@@ -34,6 +34,8 @@ PER_RANK = (
     "RankExited",
 )
 """Kinds with one record per rank: consecutive records of a task share one line."""
+STACKS_NUM_MAX = 4
+"""Ranks whose stacks are printed; the JSON has all."""
 NODES_NUM_MAX = 4
 """Nodes that are listed; the rest are counted."""
 
@@ -57,6 +59,27 @@ def in_words(found: list[Plain]) -> str:
     )
 
 
+# --- What ranks did before they were ended. ---
+def stacks(kept: list[Plain]) -> list[str]:
+    """The innermost frames of each rank, and where its file is."""
+    lines: list[str] = []
+    for rank in kept[:STACKS_NUM_MAX]:
+        where = f"rank {rank['rank']} on {rank['node']}"
+        lines += fmt.labelled("stack", f"{where}, {_did(rank)}")
+        if rank["path"]:
+            lines += fmt.labelled("", f"all threads: {rank.get('host', '')}:{rank['path']}")
+        if rank["nccl_ras"]:
+            lines += fmt.labelled("", f"NCCL: {' '.join(rank['nccl_ras'].split())}")
+    if len(kept) > STACKS_NUM_MAX:
+        lines += fmt.labelled("", f"{len(kept) - STACKS_NUM_MAX} ranks more: -o json")
+    return lines
+
+
+def _did(rank: Plain) -> str:
+    mark = f"{rank['mark']}; " if rank["mark"] else ""
+    return f"{mark}{stack_in_words(rank['stack'])}{': ' * bool(rank['why'])}{rank['why']}"
+
+
 # --- The page. ---
 def page(facts: Plain, *, option: str = "") -> list[str]:
     """Evidence, decision, plans, effects, phases, cost, and what remains to be done."""
@@ -73,6 +96,14 @@ def page(facts: Plain, *, option: str = "") -> list[str]:
         "",
         *_state(facts),
     ]
+    if facts["num_times"] > 1:
+        lines += fmt.labelled("again", f"its fault came {facts['num_times']} times")
+    if facts["outcome"] == "recovering":
+        lines += fmt.labelled(
+            "recovers",
+            "it trains again, and is healed at iteration "
+            f"{fmt.count(facts['until_iteration'])} if the fault stays away",
+        )
     if facts["part_of"]:
         lines += fmt.labelled("part of", facts["part_of"])
     for one in facts["on_purpose"]:
@@ -80,6 +111,7 @@ def page(facts: Plain, *, option: str = "") -> list[str]:
     if facts["began"]["why"]:
         lines += fmt.labelled("began", facts["began"]["why"])
     lines += _evidence(facts)
+    lines += stacks(facts["stacks"])
     if facts["dumps"]:
         lines += fmt.labelled("dumps", in_words(facts["dumps"]))
     for one in facts["decisions"]:

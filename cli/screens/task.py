@@ -17,7 +17,7 @@ from ...control_plane.api.needs import (
 from ..terminal import format as fmt
 from ..terminal.format import Plain
 from . import incident
-from .incident import in_words
+from .incident import in_words, stacks
 from .stragglers import alike_why, degraded_why, slow_nodes
 
 CURVE_COLUMNS = 60
@@ -103,6 +103,7 @@ def task_status(
             f"{task['stands']} (for {fmt.span(max(now_s - task['stands_since_s'], 0.0))})",
         )
         lines += _dumps(task, view)
+    lines += _stacks(task, view)
     lines += _failing(task, now_s)
     lines += _reasons(task, view["cluster"], option)
     lines += fmt.labelled("next", _next(task, view, option))
@@ -217,6 +218,19 @@ def _ranks(ranks: list[Plain]) -> list[str]:
 def _dumps(task: Plain, view: Plain) -> list[str]:
     found = folders(((one["node"], one["log_path"]) for one in task["ranks"]), view["nodes"])
     return fmt.labelled("dumps", in_words(found)) if found and task["tier"] == "train" else []
+
+
+def _stacks(task: Plain, view: Plain) -> list[str]:
+    """What its ranks did before they were ended, in the incident that is open."""
+    hosts = {node["id"]: node["host"] for node in view["nodes"]}
+    return [
+        line
+        for incident_view in view["incidents"]
+        if incident_view["id"] == task["incident"]
+        for line in stacks(
+            [{**kept, "host": hosts.get(kept["node"], "")} for kept in incident_view["stacks"]]
+        )
+    ]
 
 
 def _next(task: Plain, view: Plain, option: str) -> str:

@@ -156,6 +156,20 @@ Insecure = Annotated[
         "[$UNICRON_INSECURE=1].",
     ),
 ]
+ChecksEvery = Annotated[
+    float, typer.Option(min=1, metavar="S", help="Seconds between two runs of each check.")
+]
+ProbePort = Annotated[
+    int | None,
+    typer.Option(
+        "--probe-port",
+        min=0,
+        max=65535,
+        metavar="PORT",
+        help="The UDP port at which other agents ask whether this node lives, if it falls "
+        "silent; 0: none [the first free one from 8430].",
+    ),
+]
 Checks = Annotated[
     Path | None,
     typer.Option(

@@ -41,7 +41,7 @@ from ..history.incident_records import IncidentRecords, incident_records
 from ..incidents.severity import severity_of
 from ..planner.alternative_names import NOT_COMPARABLE_NUM, bound_by, hidden, not_taken
 from ..state.cluster import ClusterState, decode_state, encode_state
-from ..state.incident import FARTHER, NUM_EVIDENCE_MAX
+from ..state.incident import FARTHER, NUM_EVIDENCE_MAX, Incident
 from ..state.task import Task
 from . import needs
 from .dry_run import explain_present_plan
@@ -54,9 +54,9 @@ PHASES = (
     ("decide", "detected_s", "decided_s"),
     ("rebuild", "decided_s", "resumed_s"),
     ("step", "resumed_s", "stepped_s"),
-    ("full", "stepped_s", "closed_s"),
+    ("full", "stepped_s", "whole_s"),
 )
-"""Name, start, end. `full`: from the first iteration to full size."""
+"""Name, start, end, of the first occurrence. `full`: from the first iteration to full size."""
 PAUSED_PHASES = (
     *PHASES[:2],
     ("held", "decided_s", "ordered_s"),
@@ -170,6 +170,8 @@ def facts_of(
         "status": known.status,
         "severity": known.severity,
         "outcome": one.outcome,
+        "num_times": known.num_times,
+        "until_iteration": known.until_iteration if one.outcome == "recovering" else 0,
         "detected_s": one.detected_s,
         "closed_s": one.closed_s,
         "seq": history.seq,
@@ -209,9 +211,19 @@ def facts_of(
             *(_unfaulted_task(history, key, found) for key in found.others),
         ],
         "dumps": needs.folders(one.logs, shown["nodes"]) if _has_dumps(task, evidence) else [],
+        "stacks": kept_stacks(known, shown["nodes"]),
         "timeline": [_event(history, one, x) for x in found.records],
         "left": left(one, task, found, shown, option),
     }
+
+
+def kept_stacks(incident: Incident, nodes: list[Plain]) -> list[Plain]:
+    """What ranks did before they were ended, with the hosts that have the files."""
+    hosts = {node["id"]: str(node["host"]) for node in nodes}
+    return [
+        {**cast(Plain, msgspec.to_builtins(rank)), "host": hosts.get(rank.node, "")}
+        for rank in incident.stacks
+    ]
 
 
 def _requests_behind(history: History, past: IncidentHistory) -> list[Plain]:
@@ -368,7 +380,8 @@ def _phase(name: str, from_s: float, to_s: float, bound: str = "") -> Plain:
 def rule(body: IncidentOpened | IncidentEscalated) -> str:
     """Why a decision has its severity."""
     if isinstance(body, IncidentEscalated):
-        return "more of the same incident"
+        again = f"the same fault again, the {body.num_times}. time, before it counted as healed"
+        return again if body.num_times else "more of the same incident"
     by_table, status = severity_of(body.status), status_in_words(body.status)
     if by_table == body.severity:
         return f"{status!r} is {by_table}"

@@ -604,6 +604,23 @@ View = TypedDict(
 )
 
 # --- the facts of an incident (incident_facts.py); `after_s`: seconds since it was detected ---
+# What a rank did before it was ended (StacksKept).
+KeptStacks = TypedDict(
+    "KeptStacks",
+    {
+        "rank": int,
+        "attempt": int,
+        "node": str,
+        "host": Annotated[str, Meta(description="Of the node, which has the file")],
+        "path": Annotated[str, Meta(description="The file with all threads; empty: none")],
+        "stack": Annotated[
+            str, Meta(description="The innermost frames of its main thread, a line each")
+        ],
+        "mark": Annotated[str, Meta(description="What it did by its progress page")],
+        "why": Annotated[str, Meta(description="Why there are no stacks, or not all")],
+        "nccl_ras": Annotated[str, Meta(description="Errors and warnings of NCCL's RAS service")],
+    },
+)
 Event = TypedDict(
     "Event",
     {
@@ -680,6 +697,11 @@ IncidentFacts = TypedDict(
         "status": str,
         "severity": str,
         "outcome": str,
+        "num_times": Annotated[int, Meta(description="How often its fault occurred")],
+        "until_iteration": Annotated[
+            int,
+            Meta(description="Of one that recovers: it closes at that iteration. 0: it does not"),
+        ],
         "detected_s": float,
         "closed_s": float | None,
         "seq": int,
@@ -703,6 +725,9 @@ IncidentFacts = TypedDict(
         "computed_by": int,
         "effects": list[Effect],
         "dumps": list[Plain],
+        "stacks": Annotated[
+            list[KeptStacks], Meta(description="What ranks did before they were ended")
+        ],
         "timeline": list[Event],
         "left": list[str],
         "verify": str,

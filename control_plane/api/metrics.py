@@ -27,7 +27,7 @@ from ..history.usage import CAUSES, SAME_SLOTS, STEPPING, uses, uses_of_no_task
 from ..service.coordinator import Coordinator
 from ..state.cluster import ClusterState, decode_state, encode_state, live_tasks
 from ..state.task import Task
-from .needs import ENDED, What
+from .needs import ENDED, What, is_unhealed
 from .view import view
 
 ANSWER_S_MAX = 3.0
@@ -58,7 +58,16 @@ GAUGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "state",
         ("waiting", "starting", "running", "degraded", "healing", "saving", "finishing", *ENDED),
     ),
-    "incidents_open": ("Open incidents.", "severity", SEVERITIES),
+    "incidents_open": (
+        "Open incidents, but those whose task trains again after the first time.",
+        "severity",
+        SEVERITIES,
+    ),
+    "incidents_recovering": (
+        "Incidents whose task trains again, and whose fault may come back.",
+        "severity",
+        SEVERITIES,
+    ),
     "needs_person": ("What needs a person, as `unicron status` tells it.", "what", get_args(What)),
     "failed_saves": (
         "Tasks that cannot save or publish, by what it is.",
@@ -343,7 +352,10 @@ def _of_view(shown: dict[str, Any]) -> dict[str, Mapping[str, float]]:
             for slot in node["slots"]
         ),
         "tasks": Sums(task["state"] for task in tasks),
-        "incidents_open": Sums(one["severity"] for one in shown["incidents"] if not one["outcome"]),
+        "incidents_open": Sums(one["severity"] for one in shown["incidents"] if is_unhealed(one)),
+        "incidents_recovering": Sums(
+            one["severity"] for one in shown["incidents"] if one["recovering_s"]
+        ),
         "failed_saves": Sums(one["what"] for task in tasks for one in task["failed_saves"]),
         "needs_person": Sums(one["what"] for one in shown["needs"]),
         "waf_flops_per_second": {

@@ -608,10 +608,17 @@ def _fewest_slots(task: Plain) -> int:
     )
 
 
+def is_unhealed(incident: Plain) -> bool:
+    """Whether an incident is open, and not merely recovering: unless its fault has come back."""
+    is_first = incident["num_times"] == 1
+    return not (incident["outcome"] or (incident["recovering_s"] and is_first))
+
+
 def _incidents(view: Plain, now_s: float) -> Iterator[Need]:
     names = {task["id"]: task["name"] for task in view["tasks"]}
     for one in view["incidents"]:
-        if not one["outcome"] and (length_s := now_s - one["opened_s"]) > INCIDENT_S_MIN:
+        if is_unhealed(one) and (length_s := now_s - one["opened_s"]) > INCIDENT_S_MIN:
+            again = f", its fault came {one['num_times']} times" if one["num_times"] > 1 else ""
             yield Need(
                 what="incident",
                 since_s=one["opened_s"],
@@ -620,7 +627,8 @@ def _incidents(view: Plain, now_s: float) -> Iterator[Need]:
                 incident=one["id"],
                 do=f"`unicron incident {one['id']}`",
                 why=f"inc-{one['id']} {one['severity']} "
-                f"{names.get(one['task'], one['node'])} is open for {span(length_s)}",
+                f"{names.get(one['task'], one['node'])} is open for {span(length_s)}"
+                f"{again}",
             )
 
 

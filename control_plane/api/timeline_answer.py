@@ -88,7 +88,7 @@ def _marks(of: Timeline, query: TimelineQuery, from_s: float, to_s: float) -> li
             "task": first.task,
             "node": first.incident.node,
             "severity": first.incident.severity,
-            "outcome": first.incident.outcome,
+            "outcome": "" if first.outcome == "open" else first.outcome,
             "why": first.incident.why,
             "iteration": first.iteration,
             "num": 1 + len(others),

@@ -7,8 +7,10 @@ from ...events.records import reports as r
 from ...events.records import types as t
 from ...events.records.decisions import LossSpiked, TaskPlaced
 from ...events.records.envelope import Record
+from ...events.records.types import Slot
 from ..fold.edits import LOSSES, task_of_deadline
-from ..incidents import node_incidents
+from ..incidents import node_incidents, probes
+from ..incidents.blame import is_avoided
 from ..placement import placement
 from ..planner import constraints, explain, hot_spare, pending, straggler_cost
 from ..planner.problem_of_state import PlanningSnapshot, planning_snapshot
@@ -38,6 +40,14 @@ _AFFECTING_ALL = (
     r.QuarantineLifted,
 )
 """Reports that may affect every task: of nodes, of the policy, of what is paused or on."""
+_MAY_PROBE = (
+    r.NodeJoined,
+    r.NodeReachable,
+    r.NodeUnreachable,
+    r.DeadlineReached,
+    r.HealingResumed,
+)
+"""Reports after which a probe may be due, or agents there that can make it."""
 _PROGRESS = (r.TaskProgressed, r.IterationsLogged)
 
 
@@ -63,6 +73,8 @@ def decisions(state: ClusterState, record: Record, plan: Plan) -> Iterator[t.Bod
             yield fault
     yield from task_decisions(state, affected_tasks(state, record))
     yield from node_incidents.decide_nodes(state, record)
+    if state.to_probe and isinstance(record.body, _MAY_PROBE):
+        yield from probes.decide_probes(state)
     for _ in range(2 * len(state.tasks) + 2):
         if (
             not state.replan
@@ -100,10 +112,10 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
     shut it down, affects only the tasks that use it, because many nodes may be lost at once. Any
     other record affects the task that it names, or the task of its deadline. The exit of a process
     also affects each task that has a seat without a process on that node: the seat may wait for the
-    slot. Progress affects only a task with faults or an incident, since it may close the incident
-    or show a straggler, and one that ends because of its loss. An answer to an order has no effect
-    while other answers are outstanding. While healing is paused, `decisions` looks at every task
-    after each record.
+    slot. Progress affects only a task with faults or an incident, also a recovering one, since it
+    may close it or show a straggler, and one that ends because of its loss. An answer to an order
+    has no effect while other answers are outstanding. While healing is paused, `decisions` looks at
+    every task after each record.
     """
     body = record.body
     number: int = getattr(body, "task", 0)
@@ -111,6 +123,9 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
         number = task_of_deadline(body.deadline)
     if isinstance(body, _AFFECTING_ALL) or (isinstance(body, r.DeadlineReached) and not number):
         return _all_tasks(state)
+    if isinstance(body, r.NodeProbed):
+        ended = any(node.unreached_seq == record.seq for node in state.nodes.values())
+        return [task for task in _all_tasks(state) if ended and _uses(task, body.target)]
     if isinstance(body, r.NodeUnreachable) or (isinstance(body, r.NodeDrained) and body.down):
         return [task for task in _all_tasks(state) if _uses(task, body.node)]
     if isinstance(body, r.RankExited):
@@ -125,7 +140,8 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
     if task is None:
         return []
     if isinstance(body, _PROGRESS):
-        moves = task.incident or task.faults or task.suspects or task.ending
+        is_due = task.incident or task.recovering or task.faults
+        moves = is_due or task.suspects or task.ending
         return [task] if moves else []
     # The RankReady of a command's process answers no order.
     unsolicited = isinstance(body, r.RankReady) and not task.heals_in_memory
@@ -176,12 +192,24 @@ def plan(state: ClusterState) -> Iterator[t.Body]:
             yield from pending.record_reason(task, state.starts_held)
 
 
+def _preferred(
+    state: ClusterState, tasks: list[Task], counts: tuple[int, ...], snapshot: PlanningSnapshot
+) -> tuple[Slot, ...]:
+    """The slots without free ones on avoided nodes, if there are enough of them."""
+    avoided = {name for name, node in state.nodes.items() if is_avoided(state, node)}
+    if not avoided or snapshot.barred:
+        return snapshot.slots
+    mine = {seat.slot for task in tasks for seat in task.target}
+    slots = [slot for slot in snapshot.slots if slot.node not in avoided or slot in mine]
+    return tuple(slots) if len(slots) >= sum(counts) else snapshot.slots
+
+
 def place(
     state: ClusterState, tasks: list[Task], counts: tuple[int, ...], snapshot: PlanningSnapshot
 ) -> Iterator[t.Body]:
     """Record the changed seats of all tasks. Tasks that do not grow come first."""
     labels = {name: node.labels for name, node in state.nodes.items()}
-    slots = snapshot.slots
+    slots = _preferred(state, tasks, counts, snapshot)
     seats = placement.place(tasks, counts, slots, labels, snapshot.barred)
     for task in sorted(tasks, key=lambda task: (len(seats[task.id]) > len(task.target), task.id)):
         if seats[task.id] != task.target:

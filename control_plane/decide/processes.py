@@ -62,7 +62,11 @@ def start_rank(
     )
 
 
-def stop_rank(task: Task, rank: Rank, grace_s: float, why: str) -> StopRank:
+def stop_rank(
+    task: Task, rank: Rank, grace_s: float, why: str, *, keeps_stacks: bool = False
+) -> StopRank:
+    """The order that ends a process. What it does is kept first (`keeps_stacks`) if it has timed
+    out: its stacks say why. The second order to the same process does not wait again."""
     return StopRank(
         nodes=(rank.slot.node,),
         task=task.id,
@@ -70,6 +74,7 @@ def stop_rank(task: Task, rank: Rank, grace_s: float, why: str) -> StopRank:
         attempt=rank.attempt,
         grace_s=grace_s,
         why=why,
+        keeps_stacks=(keeps_stacks or bool(rank.timeout_reason)) and not rank.stop_orders,
     )
 
 

@@ -40,6 +40,8 @@ def foreign(state: ClusterState, report: Report) -> str:
         return _of_member(state, node, body)
     if about == "order":
         return _of_order(state, node, body)
+    if about == "probe":
+        return _of_probe(state, node, body)
     return ""
 
 
@@ -87,3 +89,11 @@ def _of_order(state: ClusterState, node: str, body: Any) -> str:
     ):
         return ""
     return f"order {body.order} is not to {node}"
+
+
+def _of_probe(state: ClusterState, node: str, body: Any) -> str:
+    target = state.nodes.get(body.target)
+    probe = target.probe if target is not None else None
+    if probe is None or (probe.order, probe.epoch) != (body.order, body.epoch):
+        return ""
+    return "" if node in probe.probers else f"order {body.order} is not to {node}"

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ...events.records.decisions import TaskEnded, TaskPlaced
 from ...events.records.orders import PublishCheckpoint, Quiesce, Reconfigure, Resume
 from ...events.records.types import Body, Member, QuiesceMode, Seat
+from ..incidents import unnamed
 from ..incidents.blame import judge_progress
 from ..incidents.lifecycle import close_incident, end_incident, network_incident, open_incidents
 from ..state.cluster import ClusterState
@@ -189,7 +190,6 @@ def _quiesce(state: ClusterState, task: Task, mode: QuiesceMode) -> Quiesce:
 
 def reconfigure(state: ClusterState, task: Task) -> Iterator[Body]:
     """Form the next generation from the members that `next_membership` selects."""
-    yield from network_incident(state, task)
     axes, ranks = next_membership(state, task)
     members = tuple(
         Member(rank.rank, rank.attempt, rank.slot.node, rank.endpoint) for rank in ranks
@@ -266,6 +266,9 @@ def next_decisions(state: ClusterState, task: Task) -> Iterator[Body]:
     yield from open_incidents(state, task)
     if task.suspects:
         yield from judge_progress(state, task)
+        yield from unnamed.judge_progress(state, task)
+    if task.phase == "quiescing" and task.failed_s >= 0 and every_member_quiesced(state, task):
+        yield from network_incident(state, task)
     if is_paused and not (task.heals_in_memory and task.finished):
         if task.heals_in_memory:
             yield from _transition(state, task)
@@ -491,6 +494,7 @@ def _command(state: ClusterState, task: Task) -> Iterator[Body]:
         or not whole
         or any(rank.stopping or rank.timeout_reason for rank in task.ranks.values())
     )
+    is_hung = any(rank.timeout_reason for rank in task.ranks.values())
     for key in sorted(task.ranks):
         rank = task.ranks[key]
         if rank.timeout_reason:
@@ -502,6 +506,7 @@ def _command(state: ClusterState, task: Task) -> Iterator[Body]:
                 if task.incident and not moved
                 else "the plan has other seats"
             )
-            yield stop_rank(task, rank, state.policy.stop_s_max, why)
+            # Of a command nobody knows which of its processes the others wait for.
+            yield stop_rank(task, rank, state.policy.stop_s_max, why, keeps_stacks=is_hung)
     if task.restarts_from_memory and not restarts:
         yield from memory_checkpoints.replace_stores(state, task)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from ...events.records.envelope import Record
 from ...events.records.reports import DeadlineReached
 from ...events.records.statuses import TASK_HANG
+from ..incidents.recovery import RECOVERING
 from ..incidents.severity import network_status
 from ..state.cluster import ClusterState
 from ..state.members import count_outstanding, has_settled, is_unreachable, unanswered
@@ -25,6 +26,7 @@ from .edits import (
 from .hangs import command_hang_timed_out, hang_timed_out
 from .node_health import node_deadline_reached
 from .pauses import RESTART
+from .probes import probe_due
 from .ranks import decline_recovery, is_recovery_unproven
 
 
@@ -157,6 +159,10 @@ def _publish_again(state: ClusterState, record: Record, task: Task, rest: list[i
     """The pause after a refused publication is over: without its deadline, decide orders it."""
 
 
+def _stayed_away(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
+    """The fault has not come back for long enough: without the deadline, decide closes it."""
+
+
 def _names(ranks: list[Rank]) -> str:
     numbers = " ".join(str(rank.rank) for rank in ranks)
     return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
@@ -177,6 +183,7 @@ _LATE: dict[str, Callable[[ClusterState, Record, Task, list[int]], None]] = {
     RESTART: _pause_over,
     "save": _save_again,
     "publish": _publish_again,
+    RECOVERING: _stayed_away,
 }
 
 
@@ -193,6 +200,9 @@ def deadline_reached(state: ClusterState, record: Record, body: DeadlineReached)
         state.replan = state.replan or "tasks were submitted"
     elif what == "price":
         schedule_estimate(state, of)
+    elif what == "probe":
+        if (node := state.nodes.get(of)) is not None:
+            probe_due(state, record, node)
     elif what not in _LATE:
         node_deadline_reached(state, what, of)
     else:

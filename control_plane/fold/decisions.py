@@ -8,15 +8,20 @@ from ...events.records import decisions as d
 from ...events.records import orders as o
 from ...events.records.codec import encode_record
 from ...events.records.envelope import Record
+from ...events.records.statuses import TASK_HANG
 from ...events.records.types import Seat
+from ...events.timing import STACKS_S_MAX
+from ..incidents import blame, unnamed
 from ..incidents.hangs import WAITED_FOR
 from ..incidents.node_incidents import update_undecided
+from ..incidents.recovery import deadline_name
 from ..incidents.severity import worst
 from ..state.cluster import NUM_INCIDENTS_MAX, ClusterState
 from ..state.incident import NUM_FAILURES_MAX, Incident, Suspect
 from ..state.members import (
     awaited,
     count_outstanding,
+    is_complete,
     is_pinned,
     is_standby,
     is_starting,
@@ -60,14 +65,17 @@ def incident_opened(state: ClusterState, record: Record, body: d.IncidentOpened)
         evidence=list(body.evidence),
         opened_s=record.at_s,
         iterations_lost=None if task is not None and not task.heals_in_memory else 0,
+        begun_iteration=task.max_iteration if task is not None else 0,
+        on_purpose=_was_injected(state, task, body.node),
     )
-    count_sev1_fault(state, incident, body, on_purpose=_was_injected(state, task, body.node))
+    count_sev1_fault(state, incident, body, on_purpose=incident.on_purpose)
     assign_evidence(state, incident, body)
     if task is not None:
         task.incident = record.seq
         state.num_faults += is_fault(state, task, incident)
         update_mtbf(state)
         _update_evidence(incident, task, opened=True)
+        _remember(state, task, incident, body)
         _settle_faults(state, task, incident, body)
 
 
@@ -107,8 +115,49 @@ def incident_escalated(state: ClusterState, record: Record, body: d.IncidentEsca
     incident.ranks = sorted({*known, *body.ranks})
     incident.evidence += [x for x in body.evidence if x not in incident.evidence]
     if task is not None:
+        if body.num_times:
+            _returned(state, task, incident, body.num_times)
         _update_evidence(incident, task, opened=False)
+        _remember(state, task, incident, body)
         _settle_faults(state, task, incident, body)
+
+
+def _returned(state: ClusterState, task: Task, incident: Incident, num_times: int) -> None:
+    """The fault of a recovering incident has come back. It counts as a fault of its own."""
+    edits.clear_deadline(state, deadline_name(incident))
+    task.recovering = [number for number in task.recovering if number != incident.id]
+    task.incident = incident.id
+    incident.num_times, incident.recovering_s = num_times, 0.0
+    incident.begun_iteration = task.max_iteration
+    state.num_faults += is_fault(state, task, incident)
+    update_mtbf(state)
+
+
+def incident_recovering(state: ClusterState, record: Record, body: d.IncidentRecovering) -> None:
+    incident = state.incidents.get(body.of)
+    task = state.tasks.get(incident.task) if incident is not None else None
+    if incident is None or task is None or task.incident != incident.id:
+        return
+    incident.recovering_s, incident.until_iteration = record.at_s, body.until_iteration
+    task.incident = 0
+    task.recovering.append(incident.id)
+    edits.set_deadline(state, deadline_name(incident), state.policy.passing_s_max)
+
+
+def _remember(
+    state: ClusterState,
+    task: Task,
+    incident: Incident,
+    body: d.IncidentOpened | d.IncidentEscalated,
+) -> None:
+    """Keep what adds up over incidents: faults without a name, and hung ranks."""
+    has_ended = any(fault.ended for fault in task.faults)
+    is_unnamed = body.status in blame.UNNAMED and body.severity != "SEV1" and not has_ended
+    if is_unnamed and not _was_injected(state, task, body.node):
+        unnamed.remember(state, task, incident.id, body.status)
+    elif task.faults:  # the incident has a name, or was made on purpose
+        unnamed.forget(state, incident.id)
+        blame.remember_hangs(state, task)
 
 
 def _down_since_s(state: ClusterState, task: Task, ranks: tuple[int, ...]) -> float:
@@ -198,6 +247,11 @@ def incident_closed(state: ClusterState, record: Record, body: d.IncidentClosed)
         node.incident = 0
         update_undecided(state)
     task = state.tasks.get(incident.task)
+    if task is not None and incident.recovering_s:
+        edits.clear_deadline(state, deadline_name(incident))
+        task.recovering = [number for number in task.recovering if number != incident.id]
+        task.healed += body.outcome == "healed"
+    incident.recovering_s = 0.0
     if task is not None and task.incident == incident.id:
         if body.outcome == "failed":
             task.ending, task.why = task.ending or "failed", body.why
@@ -217,7 +271,12 @@ def experiment_begun(
     for seat in body.suspects:
         number, slot = seat.rank, seat.slot
         task.suspects[number] = Suspect(
-            slot=slot, status=body.status, why=body.why, is_exchanged=slot in seats
+            slot=slot,
+            status=body.status,
+            why=body.why,
+            is_exchanged=slot in seats,
+            iteration=task.max_iteration,
+            is_unnamed=bool(body.considered),
         )
         if (node := state.nodes.get(slot.node)) is not None:
             suspect_slot(node, slot.index, f"{task.spec.name}, {body.why}")
@@ -228,11 +287,22 @@ def experiment_begun(
         if other is not None and not other.timeout_reason and task.heals_in_memory:
             other.timeout_reason = f"exchanges its slot with rank {number}"
             count_outstanding(task)
+    if body.considered:
+        _leave(task, body.suspects)
     end_pauses(state, task, [seat.rank for seat in body.suspects])
     task.target = body.seats or _seats_without(task, body.suspects) or task.target
     if not body.seats:
         names = " ".join(f"{seat.slot.node}/{seat.slot.index}" for seat in body.suspects)
         state.replan = f"{task.spec.name} is tried without {names}"
+
+
+def _leave(task: Task, left: Sequence[Seat]) -> None:
+    """Processes that live leave their slots at once, if the others hold the whole state."""
+    gone = {seat.rank for seat in left}
+    if is_complete(task, [rank for rank in task.living_members() if rank.rank not in gone]):
+        for rank in [task.ranks[number] for number in sorted(gone) if number in task.ranks]:
+            rank.timeout_reason = rank.timeout_reason or "is tried on another slot"
+        count_outstanding(task)
 
 
 def _seats_without(task: Task, left: Sequence[Seat]) -> tuple[Seat, ...]:
@@ -245,6 +315,8 @@ def _seats_without(task: Task, left: Sequence[Seat]) -> tuple[Seat, ...]:
 
 
 def slots_judged(state: ClusterState, record: Record, task: Task, body: d.SlotsJudged) -> None:
+    _judge_unnamed(state, task, body)
+    is_passed = [_has_moved_on(task, seat.rank) for seat in body.suspects]
     for seat in body.suspects:
         slot, node = seat.slot, state.nodes.get(seat.slot.node)
         task.suspects.pop(seat.rank, None)
@@ -258,19 +330,53 @@ def slots_judged(state: ClusterState, record: Record, task: Task, body: d.SlotsJ
             task.blamed_slots.append(slot)
             count_slot_fault(state, task, slot, seat.rank)
             state.replan = f"slot {slot.node}/{slot.index} is out"
+        elif body.verdict == "cleared" and slot in task.blamed_slots:
+            task.blamed_slots.remove(slot)
+            if not is_proved(node, slot.index):
+                enable_slot(node, slot.index)
+                state.replan = f"slot {slot.node}/{slot.index} is not at fault"
         elif body.verdict == "open":
             suspect_slot(node, slot.index, f"{task.spec.name}, {body.why}")
     if body.slots_max:
         task.slots_max = body.slots_max
         task.target = _seats_without(task, body.suspects)
     if body.verdict == "task":
-        if task.failures is not None:
+        if task.failures is not None and not any(is_passed):
             task.failures.is_refuted = True
         state.replan = state.replan or f"no slot is at fault: {task.spec.name} fails by itself"
 
 
+def _has_moved_on(task: Task, number: int) -> bool:
+    """Whether the task has finished iterations since a hung rank moved: what hangs again elsewhere
+    at a later iteration may move again."""
+    suspect = task.suspects.get(number)
+    return (
+        suspect is not None
+        and suspect.status == TASK_HANG
+        and 0 <= suspect.iteration < task.max_iteration
+    )
+
+
+def _judge_unnamed(state: ClusterState, task: Task, body: d.SlotsJudged) -> None:
+    """What an experiment says about the places of faults without a name."""
+    places = {
+        seat.slot.node
+        for seat in body.suspects
+        if seat.rank < 0
+        or ((suspect := task.suspects.get(seat.rank)) is not None and suspect.is_unnamed)
+    }
+    if body.verdict == "cleared":
+        unnamed.clear(state, task, places)
+    elif places:
+        unnamed.confine(state, task, places)
+    for node in [state.nodes[name] for name in sorted(places) if name in state.nodes]:
+        node.avoided_s = 0.0 if body.verdict == "cleared" else state.at_s
+
+
 # --- the plan ---
 def throughput_set(state: ClusterState, record: Record, task: Task, body: d.ThroughputSet) -> None:
+    if task.throughput is not None and task.throughput.origin == "measured":
+        task.former_throughput = task.throughput
     task.throughput = body
     if body.origin == "measured":
         learn_slot(state, task, body)
@@ -325,7 +431,7 @@ def task_ended(state: ClusterState, record: Record, task: Task, body: d.TaskEnde
     for what in ("publish", "save"):
         edits.clear_deadline(state, f"{what}/{task.id}")
     edits.set_members(task, ())
-    task.target, task.incident, task.faults = (), 0, []
+    task.target, task.incident, task.recovering, task.faults = (), 0, [], []
     for slot in task.blamed_slots:  # only its processes have blamed them
         node = state.nodes.get(slot.node)
         if node is not None and not is_proved(node, slot.index):
@@ -383,7 +489,9 @@ def stop_ordered(state: ClusterState, record: Record, task: Task, body: o.StopRa
     name = f"{task.id}/{rank.rank}/{rank.attempt}"
     for what in ("start", "error", "stopped", "printed"):
         edits.clear_deadline(state, f"{what}/{name}")
-    edits.set_deadline(state, f"stop/{name}", max(body.grace_s, 0.0) + state.policy.stop_s_max)
+    kept_s = STACKS_S_MAX if body.keeps_stacks else 0.0
+    within_s = max(body.grace_s, 0.0) + kept_s + state.policy.stop_s_max
+    edits.set_deadline(state, f"stop/{name}", within_s)
 
 
 def quiesce_ordered(state: ClusterState, record: Record, task: Task, body: o.Quiesce) -> None:

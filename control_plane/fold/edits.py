@@ -39,7 +39,7 @@ PLAN = "plan"
 LOSSES = "losses"
 """The deadline, due at once, until which nodes that are lost in one moment share a plan: many
 verdicts have the same time."""
-_NODE_DEADLINES = frozenset(("replace", "price", "device", "recovered", "quarantine"))
+_NODE_DEADLINES = frozenset(("replace", "price", "device", "recovered", "quarantine", "probe"))
 EXPIRED = "expired"
 """The deadline of ended tasks. It is none of the state's: `expired_tasks` tells when it is due."""
 PRICE_S = 60.0
@@ -86,7 +86,7 @@ def running_deadlines(state: ClusterState) -> dict[str, Deadline]:
     return {
         name: deadline
         for name, deadline in state.deadlines.items()
-        if not task_of_deadline(name) and not name.startswith("replace/")
+        if not task_of_deadline(name) and not name.startswith(("replace/", "probe/"))
     }
 
 
@@ -95,6 +95,10 @@ def restart_deadlines(state: ClusterState) -> None:
     for name, deadline in list(state.deadlines.items()):
         if not name.startswith("quarantine/"):  # a quarantine also runs without a leader
             set_deadline(state, name, deadline.length_s)
+    for node in state.nodes.values():
+        if node.probe is not None:  # its answers are old, or were not heard
+            node.probe = None
+            set_deadline(state, f"probe/{node.name}", state.policy.silence_s_max)
 
 
 def clear_deadline(state: ClusterState, deadline: str) -> None:

@@ -5,6 +5,7 @@ from ...events.records.envelope import Record
 from ...events.records.statuses import NCCL_TIMEOUT, TASK_HANG
 from ..incidents.hangs import STALLED, WAITED_FOR, WORKS_ON, locate_hang
 from ..state.cluster import ClusterState
+from ..state.incident import NUM_STACKS_MAX, STACK_CHARS_MAX, KeptStacks
 from ..state.members import current_member
 from ..state.task import Rank, SlowIteration, Stall, Task
 from . import edits
@@ -129,6 +130,9 @@ def rank_stalled(state: ClusterState, record: Record, task: Task, body: r.RankSt
         seq=record.seq,
         stack=body.stack,
         silent_peers=body.silent_peers,
+        groups=body.groups,
+        are_groups_complete=body.are_groups_complete,
+        waits=body.waits,
     )
     if not task.heals_in_memory:
         command_stalled(state, task, body.rank, body.attempt, stall)
@@ -171,6 +175,28 @@ def rank_unstalled(state: ClusterState, record: Record, task: Task, body: r.Rank
     if rank.timeout_reason == STALLED and not rank.stopping:
         rank.timeout_reason = ""
     edits.update_hang_deadline(state, task, restart=True)
+
+
+def stacks_kept(
+    state: ClusterState, record: Record, task: Task, rank: Rank, body: r.StacksKept
+) -> None:
+    """What a rank did before it is ended is evidence of the incident for which it is."""
+    incident = state.incidents.get(task.incident)
+    if incident is None or len(incident.stacks) >= NUM_STACKS_MAX:
+        return
+    edits.add_evidence(incident, record)
+    incident.stacks.append(
+        KeptStacks(
+            rank=rank.rank,
+            attempt=rank.attempt,
+            node=rank.slot.node,
+            path=body.path,
+            stack=body.stack[:STACK_CHARS_MAX],
+            mark=body.mark,
+            why=body.why,
+            nccl_ras=body.nccl_ras,
+        )
+    )
 
 
 def iterations_passed(state: ClusterState, task: Task, iteration: int) -> None:

@@ -437,6 +437,7 @@ def _give_back(state: ClusterState, node: Node, index: int) -> None:
             clear_deadline(state, f"device/{node.name}/{erred.seq}")
             node.erred = [one for one in node.erred if one is not erred]
     node.slots_suspected.pop(index, None)
+    node.avoided_s = 0.0
     for task in state.tasks.values():
         task.blamed_slots = [one for one in task.blamed_slots if one != slot]
         task.suspects = {rank: one for rank, one in task.suspects.items() if one.slot != slot}

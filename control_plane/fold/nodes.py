@@ -13,6 +13,9 @@ from . import edits
 from .checkpoints import publication_refused
 from .node_health import inherit, update_unhealthy_slots
 from .pauses import pause_restart, pause_start
+from .probes import forget_probe, probe_heard, probe_silent
+
+PORT_MAX = 65535
 
 
 def node_unreachable(
@@ -22,6 +25,7 @@ def node_unreachable(
         return
     edits.set_health(state, node, "unreachable")
     node.unreachable_seq = record.seq
+    probe_silent(state, node, body.silence_s)
     edits.set_deadline(state, f"replace/{node.name}", state.policy.replace_after_s)
     for task in state.tasks.values():
         edits.update_unreachable_deadline(state, task)
@@ -33,6 +37,7 @@ def node_reachable(state: ClusterState, record: Record, node: Node, body: r.Node
         edits.set_health(state, node, "healthy")
         node.replace, node.down_seq = False, 0
         edits.clear_deadline(state, f"replace/{node.name}")
+        probe_heard(state, node)
         for task in state.tasks.values():
             edits.update_unreachable_deadline(state, task)
             for rank in task.ranks.values():
@@ -64,6 +69,7 @@ def node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> None
         labels=body.labels,
         order_format=body.order_format,
         unlimited=_limits(body.unlimited),
+        probe_port=body.probe_port if 0 < body.probe_port <= PORT_MAX else 0,
         drained=old is not None and old.drained,
         drain_reason=old.drain_reason if old is not None else "",
     )
@@ -71,6 +77,7 @@ def node_joined(state: ClusterState, record: Record, body: r.NodeJoined) -> None
         inherit(state, old, node)
     update_unhealthy_slots(state)
     edits.clear_deadline(state, f"replace/{body.node}")
+    probe_heard(state, node)
     edits.schedule_estimate(state, body.node)
     _forget_incarnations(state, body.node, old.incarnation if old is not None else 0)
     edits.update_unreachable(state, node)
@@ -118,6 +125,7 @@ def agent_restarted(
 def node_left(state: ClusterState, record: Record, node: Node, body: r.NodeLeft) -> None:
     edits.remove_node(state, record, node, "")
     edits.set_health(state, node, "left")
+    forget_probe(state, node)
     update_unhealthy_slots(state)
     edits.clear_deadline(state, f"replace/{node.name}")
     state.replan = f"node {node.name} left"

@@ -13,6 +13,7 @@ from ...events.records.decisions import (
     IncidentClosed,
     IncidentEscalated,
     IncidentOpened,
+    IncidentRecovering,
     LossSpiked,
     PlanChosen,
     TaskEnded,
@@ -187,7 +188,10 @@ class IncidentHistory(Struct, kw_only=True):
     resumed_s: float | None = None
     stepped_s: float | None = None
     """When the first iteration after the resume was reported."""
+    whole_s: float | None = None
+    """When the task first stepped with its whole target, or the incident was closed."""
     closed_s: float | None = None
+    """When the task last stepped with its whole target, or the incident was closed."""
     closed_seq: int = 0
     iteration: int | None = None
     """The iteration that was interrupted."""
@@ -219,13 +223,18 @@ class IncidentHistory(Struct, kw_only=True):
 
     @property
     def outcome(self) -> str:
-        """`open` until it is closed."""
-        return self.incident.outcome or "open"
+        """`open` until it is closed; `recovering` while the task trains again."""
+        return self.incident.outcome or ("recovering" if self.is_over else "open")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it costs nothing now: it is closed, or it is recovering."""
+        return bool(self.incident.outcome or self.incident.recovering_s)
 
     @property
     def pause_s(self) -> float | None:
-        """None until it is closed."""
-        return self.incident.pause_s if self.incident.outcome else None
+        """None until it is closed or recovering."""
+        return self.incident.pause_s if self.is_over else None
 
 
 class Output(Struct):
@@ -282,7 +291,7 @@ class History(Struct):
     tasks: dict[int, TaskHistory] = field(default_factory=dict[int, TaskHistory])
     incidents: dict[int, IncidentHistory] = field(default_factory=dict[int, IncidentHistory])
     open: dict[int, IncidentHistory] = field(default_factory=dict[int, IncidentHistory])
-    """Incidents that are not closed."""
+    """Incidents that are neither closed nor recovering."""
     stamps: dict[int, tuple[float, float]] = field(default_factory=dict[int, tuple[float, float]])
     """(at_s, occurred_s) by seq of records that may be evidence."""
     transitions: list[Transition] = field(default_factory=list[Transition])
@@ -320,10 +329,13 @@ class History(Struct):
             self._incidents(record, before_s)
         if isinstance(body, IncidentOpened):
             self._opened(record, body)
-        elif isinstance(body, IncidentEscalated) and (one := self.open.get(body.of)):
+        elif isinstance(body, IncidentEscalated) and (one := self._escalated(record, body)):
             one.evidence += [seq for seq in body.evidence if seq not in one.evidence]
-        elif isinstance(body, IncidentClosed) and (one := self.open.pop(body.of, None)):
+        elif isinstance(body, IncidentRecovering | IncidentClosed) and (
+            one := self.open.pop(body.of, None)
+        ):
             one.closed_s, one.closed_seq = record.at_s, record.seq
+            one.whole_s = record.at_s if one.whole_s is None else one.whole_s
             one.slot_s = max(one.slot_s, body.pause_s * one.num_slots)
         elif isinstance(body, PlanChosen):
             tasks = [
@@ -357,7 +369,7 @@ class History(Struct):
 
     def slot_s(self, one: IncidentHistory, at_s: float) -> float:
         """Slot seconds without progress; for an open incident, until `at_s`."""
-        if one.incident.outcome:
+        if one.is_over:
             return one.slot_s
         return one.slot_s + max(one.num_slots - one.num_stepping, 0) * max(at_s - self.at_s, 0.0)
 
@@ -394,6 +406,19 @@ class History(Struct):
             if known.down_since_s >= 0:
                 one.slot_s = one.num_slots * max(record.at_s - known.down_since_s, 0.0)
         one.fault_s, one.first_seq = min(fault_s), min(first_seq)
+
+    def _escalated(self, record: Record, body: IncidentEscalated) -> IncidentHistory | None:
+        """The open incident; one whose fault has come back is open again."""
+        past = self.incidents.get(body.of)
+        if past is None or not body.num_times:
+            return self.open.get(body.of)
+        self.open[past.id] = past
+        past.closed_s, past.closed_seq = None, 0
+        if (since_s := past.incident.down_since_s) >= 0:
+            past.slot_s += past.num_slots * max(record.at_s - since_s, 0.0)
+        task = self.state.tasks.get(past.task)
+        past.num_stepping = num_stepping(self.state, task) if task is not None else 0
+        return past
 
     def _incidents(self, record: Record, before_s: float) -> None:
         """Update phases and slot seconds of the open incidents."""

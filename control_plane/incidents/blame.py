@@ -9,12 +9,28 @@ from collections.abc import Container, Iterator, Sequence
 
 from ...events.records.decisions import ExperimentBegun, SlotsJudged, Verdict
 from ...events.records.order_format import needed_format
-from ...events.records.statuses import OTHER_SOFTWARE, TASK_HANG, WRONG_INPUT
+from ...events.records.statuses import (
+    CONNECTION_REFUSED,
+    CONNECTION_RESET,
+    NCCL_TIMEOUT,
+    OTHER_NETWORK,
+    OTHER_SOFTWARE,
+    TASK_HANG,
+    WRONG_INPUT,
+)
 from ...events.records.types import Body, Seat, Slot
-from ..state.cluster import ClusterState, allocatable_slots, live_tasks
+from ..state.cluster import NUM_UNNAMED_MAX, ClusterState, allocatable_slots, live_tasks
+from ..state.incident import HungRank
 from ..state.members import has_progressed, is_pinned
+from ..state.node import Node
 from ..state.task import Task
+from .hangs import STALLED, WORKS_ON
 from .root_cause import Cause
+
+UNNAMED = frozenset((NCCL_TIMEOUT, OTHER_NETWORK, CONNECTION_RESET, CONNECTION_REFUSED))
+"""Statuses that name no cause: unnamed.py judges them."""
+DAY_S = 86_400.0
+"""Faults add up over incidents and tasks for so long."""
 
 
 def cannot_start(task: Task, cause: Cause) -> str:
@@ -62,9 +78,11 @@ def guilty(state: ClusterState, task: Task, cause: Cause) -> tuple[Seat, ...]:
     """The suspected slots, each with the rank that has left it, that are at fault: another rank,
     which has the slot in exchange, fails there again and again in the same way, and the first does
     not fail any more."""
-    limit = state.policy.restarts_max
+    limit, hung = state.policy.restarts_max, hung_twice(state, task, cause)
     failed = {
-        place.slot: place.rank for place in cause.where if task.restarts.get(place.rank, 0) > limit
+        place.slot: place.rank
+        for place in cause.where
+        if task.restarts.get(place.rank, 0) > limit or place.rank in hung
     }
     return tuple(
         Seat(number, suspect.slot)
@@ -82,8 +100,8 @@ def judge_failures(
     `guilty`."""
     if cleared:
         now = [Seat(place.rank, place.slot) for place in cause.where]
-        where = _names([seat.slot for seat in now])
-        why = f"{_ranks(cleared)}, in the same way on {where}: {cause.why}"
+        where = names_of([seat.slot for seat in now])
+        why = f"{ranks_in_words(cleared)}, in the same way on {where}: {cause.why}"
         if len({seat.slot.node for seat in (*cleared, *now)}) > 1:
             yield _judged(task, cleared, "task", why)
         else:  # the node may be bad
@@ -92,10 +110,10 @@ def judge_failures(
         yield _judged(task, bad, "slot", f"another rank, in the same way there: {cause.why}")
 
 
-def judge_progress(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Judge the experiments whose ranks make progress elsewhere."""
+def passed(state: ClusterState, task: Task) -> list[Seat]:
+    """The ranks that make progress on another slot than the suspected one, each with that one."""
     seats = task.seats_at
-    passed = [
+    return [
         Seat(number, suspect.slot)
         for number, suspect in task.suspects.items()
         if (rank := task.ranks.get(number)) is not None
@@ -103,11 +121,27 @@ def judge_progress(state: ClusterState, task: Task) -> Iterator[Body]:
         and rank.slot != suspect.slot
         and has_progressed(state, task, rank)
     ]
-    if passed:
-        names = _names([seats[seat.rank] for seat in passed])
-        status = task.suspects[passed[0].rank].status
-        why = f"{status} there, and progress of {_ranks(passed)} on {names}"
-        yield _judged(task, passed, "slot", why)
+
+
+def judge_progress(state: ClusterState, task: Task) -> Iterator[Body]:
+    """Judge the experiments whose ranks make progress elsewhere, but those of unnamed.py."""
+    named = [seat for seat in passed(state, task) if not _is_unnamed(task, seat)]
+    alone = [seat for seat in named if _hung_alone(state, task, seat)]
+    if bad := [seat for seat in named if seat not in alone]:
+        yield _judged(task, bad, "slot", _progress(task, bad))
+    if alone:  # its software may hang at times: another rank that hangs there tells
+        why = f"{_progress(task, alone)}; no other rank has hung there"
+        yield _judged(task, alone, "open", why)
+
+
+def _progress(task: Task, seats: Sequence[Seat]) -> str:
+    names = names_of([task.seats_at[seat.rank] for seat in seats])
+    status = task.suspects[seats[0].rank].status
+    return f"{status} there, and progress of {ranks_in_words(seats)} on {names}"
+
+
+def _is_unnamed(task: Task, seat: Seat) -> bool:
+    return task.suspects[seat.rank].is_unnamed
 
 
 def exhausted(
@@ -124,6 +158,57 @@ def exhausted(
     return tuple(
         number for number in cause.ranks if number in again or task.restarts.get(number, 0) > limit
     )
+
+
+def has_moved_on(task: Task, cleared: Sequence[Seat]) -> bool:
+    """Whether the task has finished iterations between a rank's hang on one slot and on the next:
+    then it does not hang wherever it is at one point of the task."""
+    return all(
+        (suspect := task.suspects[seat.rank]).status == TASK_HANG
+        and suspect.iteration < task.max_iteration
+        for seat in cleared
+    )
+
+
+def hung_twice(state: ClusterState, task: Task, cause: Cause) -> tuple[int, ...]:
+    """The ranks that have hung on their slot for the second time within a day. A rank that hangs is
+    seldom the slot's fault, but to move it costs no more than to restart it."""
+    if cause.status != TASK_HANG or cause.is_proved or not task.heals_in_memory:
+        return ()
+    return tuple(
+        place.rank
+        for place in cause.where
+        if sum(
+            (hang.task, hang.rank, hang.slot) == (task.id, place.rank, place.slot)
+            for hang in _hung_lately(state)
+        )
+        > 1
+        and place.rank not in task.suspects
+    )
+
+
+def remember_hangs(state: ClusterState, task: Task) -> None:
+    """Fold: keep the ranks that hang in their own work, over incidents and tasks."""
+    new = [
+        HungRank(at_s=state.at_s, task=task.id, rank=strike.rank, slot=strike.slot)
+        for fault in task.faults
+        if fault.status == TASK_HANG and not fault.on_purpose
+        for strike in fault.strikes
+        if (rank := task.ranks.get(strike.rank)) is not None
+        and rank.timeout_reason in (STALLED, WORKS_ON)
+    ]
+    if new:
+        state.hung = [*_hung_lately(state), *new][-NUM_UNNAMED_MAX:]
+
+
+def _hung_lately(state: ClusterState) -> list[HungRank]:
+    return [hang for hang in state.hung if state.at_s - hang.at_s <= DAY_S]
+
+
+def _hung_alone(state: ClusterState, task: Task, seat: Seat) -> bool:
+    """Whether the rank has hung in its own work, and no other rank of any task on that slot."""
+    there = {(hang.task, hang.rank) for hang in _hung_lately(state) if hang.slot == seat.slot}
+    return task.suspects[seat.rank].status == TASK_HANG and there == {(task.id, seat.rank)}
 
 
 def says_device(task: Task, cause: Cause) -> bool:
@@ -152,30 +237,30 @@ def experiment(
         or any(number in task.suspects for number in ranks)
     ):
         return None
-    free = _free_slots(state, task, suspects)
+    free = free_slots(state, task, suspects)
     nodes = {seat.slot.node for seat in suspects}
     # Another slot of the same node tells least: the node may be bad.
     away = [slot for slot in free if slot.node not in nodes]
     seats = _exchanged(task, suspects, nodes)
     if len(away) >= len(suspects):
-        seats, how = _moved(task, suspects, away), "tried on"
+        seats, how = moved(task, suspects, away), "tried on"
     elif len(task.target) - len(suspects) + len(away) >= task.smallest_size:
         seats, how = (), f"no slot is free{' on another node' * bool(free)}, the others go on"
     elif seats:
         how = "in exchange on"
     elif len(free) >= len(suspects):
-        seats, how = _moved(task, suspects, free), "tried on"
+        seats, how = moved(task, suspects, free), "tried on"
     else:
         seats, how = _exchanged(task, suspects, ()), "in exchange on"
         if not seats:
             return None
     ranks_of = {seat.rank for seat in suspects}
-    where = " " * bool(seats) + _names([seat.slot for seat in seats if seat.rank in ranks_of])
+    where = " " * bool(seats) + names_of([seat.slot for seat in seats if seat.rank in ranks_of])
     return ExperimentBegun(
         task=task.id,
         suspects=tuple(suspects),
         status=status,
-        why=f"{_ranks(suspects)} {why}: {how}{where}",
+        why=f"{ranks_in_words(suspects)} {why}: {how}{where}",
         seats=seats,
     )
 
@@ -203,7 +288,7 @@ def goes_on_without(task: Task, ranks: Sequence[int], why: str) -> SlotsJudged |
     ):
         return None
     seats = [seat for seat in task.target if seat.rank in ranks]
-    why = f"the others go on without {_ranks(seats)}: {why}"
+    why = f"the others go on without {ranks_in_words(seats)}: {why}"
     return _judged(task, seats, "task", why, slots_max=len(left))
 
 
@@ -228,9 +313,9 @@ def elsewhere(task: Task, ranks: Sequence[int], cleared: Sequence[Seat]) -> str:
     slots = [seat.slot for seat in cleared]
     slots += [task.suspects[number].slot for number in ranks if number in task.suspects]
     if slots:
-        return f", and before that on {_names(slots)}"
+        return f", and before that on {names_of(slots)}"
     series = task.failures
-    return f", on {_names(series.slots)}" if series is not None and _is_of_task(task) else ""
+    return f", on {names_of(series.slots)}" if series is not None and _is_of_task(task) else ""
 
 
 # --- parts ---
@@ -257,9 +342,15 @@ def _is_of_task(task: Task) -> bool:
     )
 
 
-def _free_slots(state: ClusterState, task: Task, suspects: Sequence[Seat]) -> list[Slot]:
-    """The slots of no task that these ranks may have, those on other nodes first, then those on
-    nodes of the task."""
+def is_avoided(state: ClusterState, node: Node) -> bool:
+    """Whether placement prefers other nodes: ranks left it, and a fault without a name did not come
+    back."""
+    return node.avoided_s > 0 and state.at_s - node.avoided_s <= DAY_S
+
+
+def free_slots(state: ClusterState, task: Task, suspects: Sequence[Seat]) -> list[Slot]:
+    """The slots of no task that these ranks may have: on avoided nodes last, those on other nodes
+    first, then those on nodes of the task."""
     left = [seat.slot for seat in suspects]
     left += [suspect.slot for suspect in task.suspects.values()]
     taken = {seat.slot for other in live_tasks(state) for seat in other.target}.union(left)
@@ -273,11 +364,16 @@ def _free_slots(state: ClusterState, task: Task, suspects: Sequence[Seat]) -> li
             and slot.index not in (node := state.nodes[slot.node]).occupants
             and node.order_format >= order_format
         ),
-        key=lambda slot: (slot.node in away, slot.node not in near, slot),
+        key=lambda slot: (
+            is_avoided(state, state.nodes[slot.node]),
+            slot.node in away,
+            slot.node not in near,
+            slot,
+        ),
     )
 
 
-def _moved(task: Task, suspects: Sequence[Seat], slots: Sequence[Slot]) -> tuple[Seat, ...]:
+def moved(task: Task, suspects: Sequence[Seat], slots: Sequence[Slot]) -> tuple[Seat, ...]:
     """The task's seats with these ranks on other slots."""
     new = {seat.rank: slot for seat, slot in zip(suspects, slots, strict=False)}
     return tuple(Seat(seat.rank, new.get(seat.rank, seat.slot)) for seat in task.target)
@@ -298,12 +394,12 @@ def _exchanged(task: Task, suspects: Sequence[Seat], without: Container[str]) ->
     if len(others) < len(suspects):
         return ()
     others = others[: len(suspects)]
-    return _moved(task, [*suspects, *others], [seat.slot for seat in (*others, *suspects)])
+    return moved(task, [*suspects, *others], [seat.slot for seat in (*others, *suspects)])
 
 
-def _ranks(seats: Sequence[Seat]) -> str:
+def ranks_in_words(seats: Sequence[Seat]) -> str:
     return ("rank " if len(seats) == 1 else "ranks ") + " ".join(str(seat.rank) for seat in seats)
 
 
-def _names(slots: Sequence[Slot]) -> str:
+def names_of(slots: Sequence[Slot]) -> str:
     return " ".join(dict.fromkeys(f"{slot.node}/{slot.index}" for slot in slots))

@@ -5,12 +5,15 @@ in a collective that it has not entered. If all ranks are in collectives, the ne
 most are in their own work, they share a cause (a file system, a machine), and none is faulty.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ..state.cluster import ClusterState
 from ..state.task import Rank, SlowIteration, Stall, Task
+from .group_evidence import Located, has_groups, locate_stalls
 
 STALLED = "is stalled"
 """Timeout reason of a rank that hangs."""
@@ -32,10 +35,11 @@ UNKNOWN_S_MIN = 1800.0
 class Hang(Struct, frozen=True, kw_only=True):
     """A stalled task: all reachable ranks are stalled or in a slow iteration."""
 
-    kind: Literal["rank", "slow", "silent", "network", "unknown"]
+    kind: Literal["rank", "mismatch", "slow", "silent", "network", "unknown"]
     ranks: tuple[int, ...]
-    """`rank`: the cause; `slow`: the cause, which still passes progress marks; `silent`: ranks on
-    unreachable nodes; `network`: all stalled ranks; `unknown`: all ranks in their own work."""
+    """`rank`: the cause; `mismatch`: the cause, which called another collective than its peers;
+    `slow`: the cause, which still passes progress marks; `silent`: ranks on unreachable nodes;
+    `network`: all stalled ranks; `unknown`: all ranks in their own work."""
     since_s: float
     """When the first of `ranks` last made progress (`silent`: the first of the waiting ranks)."""
     due_s: float
@@ -96,8 +100,20 @@ def _classify(
         for number, stall in stalls.items()
     }
     evidence = tuple(stalls[rank.rank].seq for rank in reachable)
+    located = None if unreachable or not all_reachable else _located(task, stalls, own)
     # After a pause of a whole machine, its agent reports stalls of ranks that then continue.
     sure_s = max(stall.told_s + stall.normal_s for stall in stalls.values())
+    if located is not None and located.ranks:
+        return Hang(
+            kind="rank" if located.kind == "rank" else "mismatch",
+            ranks=located.ranks,
+            evidence=evidence,
+            since_s=min(stalls[number].since_s for number in located.ranks),
+            due_s=max(
+                sure_s, *(stalls[number].since_s + limits_s[number] for number in located.ranks)
+            ),
+            why=_of_groups(task, located, stalls),
+        )
     num_waiting = len(reachable) - len(own)
     if own and num_waiting and 2 * len(own) <= len(reachable):
         numbers = tuple(rank.rank for rank in own)
@@ -122,7 +138,24 @@ def _classify(
             since_s=min(stall.since_s for stall in stalls.values()),
             due_s=max(due_s, back_s + state.policy.evidence_s_max),
         )
-    return _of_all(state, task, stalls, own, limits_s, sure_s) if all_reachable else None
+    if not all_reachable:
+        return None
+    hang = _of_all(state, task, stalls, own, limits_s, sure_s)
+    if located is None or hang.kind != "network":
+        return hang
+    return replace(hang, why=f"{hang.why}; {located.why}")
+
+
+def _located(task: Task, stalls: Mapping[int, Stall], own: Sequence[Rank]) -> Located | None:
+    """What the groups of all members show; None if a member does not tell of its groups, or if
+    they contradict the marks: some ranks say that they work, and another one would be the cause."""
+    if not all(map(has_groups, stalls.values())):
+        return None
+    located = locate_stalls(stalls, [member.rank for member in task.members])
+    if located is None or 2 * len(located.ranks) > len(stalls):
+        return None
+    works = {rank.rank for rank in own}
+    return None if works and not works.issuperset(located.ranks) else located
 
 
 def _of_all(
@@ -212,6 +245,17 @@ def _of_ranks(guilty: list[Rank], stalls: dict[int, Stall], num_waiting: int) ->
         f"{who} {verb}{after} in iteration {stall.iteration}, collective "
         f"{stall.collective + 1} not entered; {others}"
     )
+
+
+def _of_groups(task: Task, located: Located, stalls: Mapping[int, Stall]) -> str:
+    """For example `rank 1 on n1 is stalled after forward in iteration 7: ...; 3 others wait`."""
+    first = stalls[located.ranks[0]]
+    who = ", ".join(f"rank {number} on {task.ranks[number].slot.node}" for number in located.ranks)
+    after = f" after {first.what}" if first.what else ""
+    verb = "is stalled" if len(located.ranks) == 1 else "are stalled"
+    num = len(stalls) - len(located.ranks)
+    others = "1 other waits" if num == 1 else f"{num} others wait"
+    return f"{who} {verb}{after} in iteration {first.iteration}: {located.why}; {others}"
 
 
 def _of_network(stalls: dict[int, Stall]) -> str:

@@ -2,12 +2,18 @@
 
 from collections.abc import Iterator
 
-from ...events.records.decisions import IncidentClosed, IncidentEscalated, IncidentOpened
+from ...events.records.decisions import (
+    IncidentClosed,
+    IncidentEscalated,
+    IncidentOpened,
+    IncidentRecovering,
+)
 from ...events.records.statuses import LOST_CONNECTION, TASK_HANG
 from ...events.records.types import Body, Outcome, Seat, Severity
 from ..state.cluster import ClusterState
+from ..state.incident import Incident
 from ..state.task import Task
-from . import blame
+from . import blame, recovery, unnamed
 from .node_loss import lost_nodes
 from .root_cause import Cause, accused_peer, root_cause
 from .severity import worst
@@ -61,16 +67,23 @@ def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
         root=cause.root,
         keeps_slots=severity == "SEV1" and not cause.is_proved,
     )
+    if cause.severity == "SEV3" and cause.status in blame.UNNAMED and not cause.is_proved:
+        yield from _unnamed(state, task, cause)
+        return
     if last := blame.cannot_start(task, cause):
         yield from blame.acquit(task, f"{last}: {why}")
-        yield _close(state, task, "failed", f"{last}: {why}")
+        yield _close(state, state.incidents[task.incident], "failed", f"{last}: {why}")
         return
     cleared, bad = blame.refuted(task, cause), blame.guilty(state, task, cause)
+    has_moved_on = bool(cleared) and blame.has_moved_on(task, cleared)
     yield from blame.judge_failures(task, cause, cleared, bad)
     if bad and not cleared:
         return  # the slots are out, and the plan moves the ranks that fail there
+    if has_moved_on:
+        cleared = ()  # it may move again
     spent = blame.exhausted(state, task, cause, cleared)
-    tried = spent or (cause.ranks if blame.says_device(task, cause) else ())
+    hung = blame.hung_twice(state, task, cause)
+    tried = spent or hung or (cause.ranks if blame.says_device(task, cause) else ())
     if spent and cause.is_proved:  # of an error that alone takes no slot out
         names = " ".join(str(number) for number in spent)
         spent_why = f"rank {names} {_budget_spent(state)}, its slot is taken out"
@@ -78,12 +91,30 @@ def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
             state, task, "SEV1", cause.status, "", spent, spent_why, cause.evidence
         )
         return
-    whys = _budget_spent(state) if spent else f"reports {cause.status}"
+    whys = f"reports {cause.status}" if not hung else "has hung there twice in 24 h"
+    whys = _budget_spent(state) if spent else whys
     experiment = blame.experiment(state, task, cause.status, tried, whys)
     if experiment is not None and not cleared:
         yield experiment
     elif spent and not blame.may_pass(state, task):
         yield from _give_up(state, task, cause, spent, cleared)
+
+
+def _unnamed(state: ClusterState, task: Task, cause: Cause) -> Iterator[Body]:
+    """Nothing names the cause: what it shares with others like it moves. The task fails only if the
+    fault is everywhere, or if there are no slots to try."""
+    is_over = unnamed.is_everywhere(state, task)
+    if not is_over:
+        yield from unnamed.experiment(state, task, cause.status)
+        spent = blame.exhausted(state, task, cause, ())
+        is_over = bool(spent) and not unnamed.may_go_on(state, task)
+    if is_over:
+        at = f"at iteration {task.max_iteration}"
+        lasts = f"for more than {state.policy.passing_s_max:g} s (passing_s_max)"
+        where = "whatever nodes it has" if not task.common_nodes else "no slot is left to try"
+        why = f"{cause.status} again and again {at}, {lasts}, {where}: {cause.why}"
+        yield _open_or_escalate(state, task, "SEV1", cause.status, "", (), why, cause.evidence)
+        yield _close(state, state.incidents[task.incident], "failed", why)
 
 
 def _give_up(
@@ -98,6 +129,12 @@ def _give_up(
     if without is not None:
         yield without
         return
+    if cleared and cause.status == TASK_HANG:
+        ranks_there = " ".join(str(number) for number in ranks)
+        budget = f"rank {ranks_there} hangs in iteration {task.max_iteration} wherever it is"
+        why = f"{budget}{blame.elsewhere(task, ranks, cleared)}: {cause.why}"
+        yield from _fail(state, task, cause, ranks, cleared, why)
+        return
     could_pass = task.failures is not None and task.failures.can_pass
     budget = (
         f"failed for more than {state.policy.passing_s_max:g} s (passing_s_max)"
@@ -105,11 +142,22 @@ def _give_up(
         else _budget_spent(state)
     )
     why = f"{budget}{blame.elsewhere(task, ranks, cleared)}: {cause.why}"
+    yield from _fail(state, task, cause, ranks, cleared, why)
+
+
+def _fail(
+    state: ClusterState,
+    task: Task,
+    cause: Cause,
+    ranks: tuple[int, ...],
+    cleared: tuple[Seat, ...],
+    why: str,
+) -> Iterator[Body]:
     yield _open_or_escalate(state, task, "SEV1", cause.status, "", (), why, cause.evidence)
     if not cleared:
         yield from blame.acquit(task, why)
         yield from blame.leave_open(task, ranks, why)
-    yield _close(state, task, "failed", why)
+    yield _close(state, state.incidents[task.incident], "failed", why)
 
 
 def _budget_spent(state: ClusterState) -> str:
@@ -123,9 +171,13 @@ def _budget_spent(state: ClusterState) -> str:
 
 
 def network_incident(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Open a SEV3 incident if only a collective failed, before the reattempt in place."""
+    """Open a SEV3 incident if only a collective failed, before the reattempt in place; or tell an
+    open one that it failed again. What comes back is put on what its members share."""
     failed = [rank for rank in task.living_members() if rank.failed == task.generation]
-    if failed and task.failed_s >= 0 and not task.incident:
+    incident = state.incidents.get(task.incident)
+    if incident is not None and incident.status not in blame.UNNAMED:
+        return  # its cause explains the collective
+    if failed and task.failed_s >= 0 and not unnamed.is_known(state, task):
         accused, blamed = accused_peer(task)
         named = f"; several nodes name {accused} as the peer" if blamed else ""
         yield _open_or_escalate(
@@ -138,34 +190,65 @@ def network_incident(state: ClusterState, task: Task) -> Iterator[Body]:
             f"a collective failed, no rank is lost{named}",
             tuple(rank.failed_seq for rank in failed),
         )
+        yield from unnamed.experiment(state, task, failed[0].failed_status)
 
 
 def close_incident(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Close the incident when the task steps with its whole target: healed, or set back."""
+    """When the task steps with its whole target, its incident is recovering; closed, healed or set
+    back, when the fault has stayed away."""
     incident = state.incidents.get(task.incident)
-    if incident is None or incident.down_since_s >= 0 or task.ending or not task.target:
-        return
+    if incident is not None and (why := _steps_whole(task, incident)):
+        if recovery.has_stayed_away(state, task, incident):
+            yield _close(state, incident, _good(incident), why)
+        else:
+            yield IncidentRecovering(
+                of=incident.id,
+                until_iteration=recovery.until_iteration(state, incident),
+                pause_s=incident.pause_s,
+                iterations_lost=incident.iterations_lost,
+                why=why,
+            )
+    for incident in [state.incidents[number] for number in task.recovering]:
+        if not task.ending and recovery.has_stayed_away(state, task, incident):
+            yield _close(state, incident, _good(incident), _stayed_away(state, task, incident))
+
+
+def _steps_whole(task: Task, incident: Incident) -> str:
+    """How the task steps with its whole target, for people; empty: it does not."""
+    if incident.down_since_s >= 0 or task.ending or not task.target:
+        return ""
     if task.phase != "training" or (task.heals_in_memory and task.stepped != task.generation):
-        return
+        return ""
     full = all(
         (rank := task.ranks.get(seat.rank)) is not None
         and rank.slot == seat.slot
         and (not task.heals_in_memory or task.member(seat.rank) is not None)
         for seat in task.target
     )
-    if full and len(task.ranks) == len(task.target):
-        what = (
-            f"generation {task.generation} steps" if task.heals_in_memory else "all processes run"
-        )
-        outcome: Outcome = "set back" if incident.iterations_lost else "healed"
-        yield _close(state, task, outcome, f"{what}, {len(task.target)} of {len(task.target)}")
+    if not full or len(task.ranks) != len(task.target):
+        return ""
+    what = f"generation {task.generation} steps" if task.heals_in_memory else "all processes run"
+    return f"{what}, {len(task.target)} of {len(task.target)}"
+
+
+def _good(incident: Incident) -> Outcome:
+    return "set back" if incident.iterations_lost else "healed"
+
+
+def _stayed_away(state: ClusterState, task: Task, incident: Incident) -> str:
+    num = task.max_iteration - incident.begun_iteration
+    if num >= state.policy.restart_iterations:
+        return f"{num} iterations beyond the fault"
+    return f"the fault has not come back for {state.policy.passing_s_max:g} s (passing_s_max)"
 
 
 def end_incident(state: ClusterState, task: Task, why: str) -> Iterator[Body]:
-    """Close the incident of a task that has ended."""
+    """Close the incidents of a task that has ended. One that has trained to its end is healed."""
     incident = state.incidents.get(task.incident)
     if incident is not None and not incident.outcome:
-        yield _close(state, task, "ended", why)
+        yield _close(state, incident, "ended", why)
+    for incident in [state.incidents[number] for number in task.recovering]:
+        yield _close(state, incident, "ended" if task.ending else _good(incident), why)
 
 
 def _open_or_escalate(
@@ -182,6 +265,9 @@ def _open_or_escalate(
     keeps_slots: bool = False,
 ) -> Body:
     incident = state.incidents.get(task.incident)
+    num_times = 0
+    if incident is None and (incident := recovery.returned(state, task, status, node, ranks)):
+        num_times = incident.num_times + 1
     if incident is not None and not incident.outcome:
         # The severity is that of the new evidence: SEV1 disables only the slots of `ranks`.
         return IncidentEscalated(
@@ -194,6 +280,7 @@ def _open_or_escalate(
             node=node,
             root=root,
             keeps_slots=keeps_slots,
+            num_times=num_times,
         )
     return IncidentOpened(
         severity=severity,
@@ -207,8 +294,7 @@ def _open_or_escalate(
     )
 
 
-def _close(state: ClusterState, task: Task, outcome: Outcome, why: str) -> Body:
-    incident = state.incidents[task.incident]
+def _close(state: ClusterState, incident: Incident, outcome: Outcome, why: str) -> Body:
     source = incident.source
     down_s = state.at_s - incident.down_since_s if incident.down_since_s >= 0 else 0.0
     return IncidentClosed(

@@ -14,7 +14,8 @@ def lost_nodes(
     state: ClusterState, task: Task
 ) -> Iterator[tuple[str, tuple[int, ...], str, tuple[int, ...]]]:
     """(node, the task's ranks there, why, evidence) of each unreachable node whose loss a second
-    source confirms: a failed collective of a peer, or a missed deadline of a rank there. If all
+    source confirms: a failed collective of a peer, a missed deadline of a rank there, or agents on
+    other hosts that do not reach it (probes.py). If all
     nodes of the task are unreachable: a request that says they are off, or replace_after_s."""
     nodes = {rank.slot.node for rank in task.ranks.values()} if state.unreachable else ()
     silent = [name for name in state.unreachable if name in nodes]
@@ -33,6 +34,9 @@ def lost_nodes(
         elif late:
             second = f"rank {late[0].rank} {late[0].timeout_reason}"
             seq = min((stall.seq for stall in task.stalls.values()), default=0)
+        elif node.unreached_seq:
+            second = f"{_names(node.unreached_by)} reaches it"
+            seq = node.unreached_seq
         elif (
             not state.starts_held and (node.replace or node.down_seq) and _is_replaced(state, task)
         ):
@@ -50,6 +54,11 @@ def lost_nodes(
             f"node {name} is silent; {second}",
             tuple(sorted(x for x in (node.unreachable_seq, seq) if x)),
         )
+
+
+def _names(nodes: tuple[str, ...]) -> str:
+    """Of agents that do not reach a node."""
+    return f"neither {', '.join(nodes[:-1])} nor {nodes[-1]}"
 
 
 def _is_replaced(state: ClusterState, task: Task) -> bool:

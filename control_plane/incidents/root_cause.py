@@ -100,11 +100,11 @@ def accused_peer(task: Task) -> tuple[str, tuple[int, ...]]:
     One report alone is thin evidence: the reporter's own network may be the cause."""
     living = task.living_members()
     failed = [rank for rank in living if rank.failed == task.generation and rank.failed_peer]
-    nodes = _nodes_by_host(task)
+    nodes = nodes_by_host(task)
     accusers: dict[str, set[str]] = {}
     excused: set[str] = set()
     for rank in failed:
-        node = nodes.get(_host(rank.failed_peer), "")
+        node = nodes.get(host_of(rank.failed_peer), "")
         if node != rank.slot.node:
             accusers.setdefault(node, set()).add(rank.slot.node)
             excused.add(rank.slot.node)
@@ -132,17 +132,17 @@ def is_near(state: ClusterState, erred: DeviceError, at_s: float) -> bool:
     return abs(erred.at_s - at_s) <= state.policy.evidence_s_max
 
 
-def _nodes_by_host(task: Task) -> dict[str, str]:
+def nodes_by_host(task: Task) -> dict[str, str]:
     """The node of each host that a rank may name: the name of the node, or the address of the
     ranks' stores. A host of several nodes names none."""
     nodes: dict[str, set[str]] = {}
     for rank in task.ranks.values():
-        for host in {rank.slot.node, _host(rank.endpoint)} - {""}:
+        for host in {rank.slot.node, host_of(rank.endpoint)} - {""}:
             nodes.setdefault(host, set()).add(rank.slot.node)
     return {host: of_host.pop() for host, of_host in nodes.items() if len(of_host) == 1}
 
 
-def _host(peer: str) -> str:
+def host_of(peer: str) -> str:
     try:
         return split_endpoint(peer)[0]
     except ValueError:  # without a port

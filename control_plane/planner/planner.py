@@ -1,8 +1,9 @@
 """Choosing a plan: slots per task with the largest objective, and the alternatives to it.
 
-Among tied plans, the plan that gives most slots to the first task, by id, is chosen. `choose_plan`
-solves at most twice, first without limits and floors. If its plan satisfies them, the second solve
-finds the runner-up; else it finds the plan under them.
+Among tied plans, the plan that gives most slots to the first task is chosen: of the cluster's
+tasks those that train come before commands whose rate is nominal (problem_of_state.py).
+`choose_plan` solves at most twice, first without limits and floors. If its plan satisfies them, the
+second solve finds the runner-up; else it finds the plan under them.
 """
 
 from __future__ import annotations

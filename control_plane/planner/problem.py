@@ -63,7 +63,7 @@ class TaskDemand(Struct, frozen=True, kw_only=True):
 
 class PlanProblem(Struct, frozen=True, kw_only=True):
     demands: tuple[TaskDemand, ...]
-    """By task id. The planner breaks ties in favour of the first task."""
+    """The planner breaks ties in favour of the first task."""
     num_slots: int
     """The paper's n'."""
     mtbf_gpu_s: float

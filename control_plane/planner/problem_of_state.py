@@ -29,7 +29,9 @@ class PlanningSnapshot(Struct, frozen=True, kw_only=True):
     """The planner's problem, and the slots that it may allocate."""
 
     problem: PlanProblem
-    """It has the demands of the tasks that the plan may change, by id."""
+    """It has the demands of the tasks that the plan may change: first of those that are known to
+    earn something, then of commands whose rate is nominal, each by id. So of equally good plans the
+    planner chooses one in which a task that trains keeps its slots."""
     slots: tuple[Slot, ...]
     """The slots that the plan may allocate, in order. Their number is `problem.num_slots`."""
     all_demands: tuple[TaskDemand, ...]
@@ -51,7 +53,7 @@ def planning_snapshot(state: ClusterState, *, without: str = "") -> PlanningSnap
         if without
         else (allocatable_slots(state))
     )
-    open_tasks: list[Task] = []
+    open_tasks: list[Task] = []  # in the order of the demands
     pinned: list[Slot] = []
     for task in live_tasks(state):
         if task.ending or is_pinned(state, task):
@@ -59,6 +61,7 @@ def planning_snapshot(state: ClusterState, *, without: str = "") -> PlanningSnap
             pinned += [seat.slot for seat in task.target]
         else:
             open_tasks.append(task)
+    open_tasks.sort(key=_is_nominal)
     taken = set(pinned)
     if taken:
         taken -= {seat.slot for task in open_tasks for seat in task.target}
@@ -94,6 +97,10 @@ def planning_snapshot(state: ClusterState, *, without: str = "") -> PlanningSnap
         barred=barred,
         most=most,
     )
+
+
+def _is_nominal(task: Task) -> bool:
+    return throughput.origin(task.spec, task.throughput, task.modelled) == "nominal"
 
 
 def digest(state: ClusterState, snapshot: PlanningSnapshot) -> int:

@@ -15,17 +15,19 @@ from ...events.records.envelope import Record
 from ...events.records.reports import OutageEnded
 from ...events.records.types import Seat, Slot
 from ...events.spec.policy import Policy
-from .incident import Incident
+from .incident import HungRank, Incident, UnnamedFault
 from .node import Node
 from .task import StragglerCost, Task
 
 SCHEMA = "unicron-state-9"
-DECIDER_VERSION = 25
+DECIDER_VERSION = 26
 """Version of `fold` and `decide`. Each epoch of a log records the version used (`heart`)."""
 NUM_REQUESTS_MAX = 1024
 """Operator requests that are remembered to recognise repetitions; the oldest are dropped first."""
 NUM_INCIDENTS_MAX = 256
 """Closed incidents that the state keeps; the log keeps all."""
+NUM_UNNAMED_MAX = 128
+"""Faults without a name, and hung ranks, that the state keeps; older than a day none counts."""
 NUM_OUTAGES_MAX = 16
 """Outages that the state keeps; the log keeps all."""
 WORK_SPAN_S = 1800
@@ -62,6 +64,10 @@ class ClusterState(Struct, kw_only=True):
     nodes: dict[str, Node] = field(default_factory=dict[str, Node])
     tasks: dict[int, Task] = field(default_factory=dict[int, Task])
     incidents: dict[int, Incident] = field(default_factory=dict[int, Incident])
+    unnamed: list[UnnamedFault] = field(default_factory=list[UnnamedFault])
+    """The newest faults without a name, of all tasks."""
+    hung: list[HungRank] = field(default_factory=list[HungRank])
+    """The newest ranks that hung, of all tasks."""
     sources: dict[str, int] = field(default_factory=dict[str, int])
     """By reporter: the number of its last report, to recognise repetitions."""
     deadlines: dict[str, Deadline] = field(default_factory=dict[str, Deadline])
@@ -77,6 +83,8 @@ class ClusterState(Struct, kw_only=True):
     """Nodes that are unreachable or lost, by name."""
     undecided: list[str] = field(default_factory=list[str])
     """Nodes with pending decisions, by name."""
+    to_probe: list[str] = field(default_factory=list[str])
+    """Nodes that are to be probed as soon as there are agents that can."""
     replan: str = ""
     """Why the last plan is out of date; empty: it is current."""
     frozen: str = ""

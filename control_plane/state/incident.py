@@ -11,6 +11,9 @@ FARTHER = ORIGINS[3:]
 
 
 NUM_FAILURES_MAX = 64
+NUM_STACKS_MAX = 16
+STACK_CHARS_MAX = 2000
+"""Of the innermost frames in the state; the file on the node has all."""
 NUM_EVIDENCE_MAX = 256
 """An open incident takes no more evidence than this; the log has the rest."""
 
@@ -71,6 +74,35 @@ class FailureSeries(Struct, kw_only=True):
     """Whether an experiment has shown that a slot is not at fault: no other one is made."""
 
 
+class UnnamedFault(Struct, frozen=True, kw_only=True):
+    """A fault whose cause nothing names: a collective that failed or did not end."""
+
+    at_s: float
+    """When it was decided upon, seconds since 1970."""
+    task: int
+    incident: int
+    generation: int
+    """The task's generation in which it occurred."""
+    status: str
+    """The fault's kind (events/records/statuses.py)."""
+    iteration: int
+    """Iterations that the task had finished, at most."""
+    nodes: tuple[str, ...]
+    """The nodes that explain it; empty: too many do."""
+    links: tuple[tuple[str, str], ...] = ()
+    """The pairs of nodes between which members said that nothing came through."""
+
+
+class HungRank(Struct, frozen=True, kw_only=True):
+    """A rank that hung in its own work."""
+
+    at_s: float
+    """When it was decided upon, seconds since 1970."""
+    task: int
+    rank: int
+    slot: Slot
+
+
 class Suspect(Struct, frozen=True, kw_only=True):
     """A slot that a rank has left as an experiment (ExperimentBegun)."""
 
@@ -79,6 +111,10 @@ class Suspect(Struct, frozen=True, kw_only=True):
     """How the rank failed there."""
     why: str
     """The reason of the experiment, for people."""
+    iteration: int = -1
+    """Iterations that the task had finished, at most, when the rank left the slot."""
+    is_unnamed: bool = False
+    """The fault had no name: what other ranks do tells, too (incidents/unnamed.py)."""
     is_exchanged: bool = False
     """Another rank of the task has the slot now."""
 
@@ -107,6 +143,24 @@ class Fault(Struct, frozen=True, kw_only=True):
     """Where and when ranks failed."""
 
 
+class KeptStacks(Struct, frozen=True, kw_only=True):
+    """What a rank did before it was ended (StacksKept)."""
+
+    rank: int
+    attempt: int
+    node: str
+    path: str
+    """The file on the node, beside the rank's output; "": there is none."""
+    stack: str
+    """The innermost frames of its main thread, innermost first, a line each."""
+    mark: str
+    """What it did by its progress page; "": it has none."""
+    why: str
+    """Why there are no stacks, or not of all its processes; "": there are."""
+    nccl_ras: str
+    """What NCCL's RAS service said of the jobs on the node; "": nothing."""
+
+
 class Incident(Struct, kw_only=True):
     """One fault of a task and all its consequences."""
 
@@ -125,6 +179,16 @@ class Incident(Struct, kw_only=True):
     """When it was opened, seconds since 1970."""
     down_since_s: float = -1.0
     """When the task stopped stepping; below 0: it steps."""
+    on_purpose: bool = False
+    """Its fault was injected (FaultRequested): another one is none that comes back."""
+    num_times: int = 1
+    """How often the fault has occurred: again while the incident was recovering."""
+    begun_iteration: int = 0
+    """Iterations that the task had finished, at most, when the fault last occurred."""
+    until_iteration: int = 0
+    """While it is recovering: when the task has finished so many iterations, it is closed."""
+    recovering_s: float = 0.0
+    """Since when the task trains again (IncidentRecovering); 0: it does not, or it is closed."""
     pause_s: float = 0.0
     """From detection to the first step; 0 while it is open."""
     iterations_lost: int | None = 0
@@ -163,3 +227,5 @@ class Incident(Struct, kw_only=True):
     """Only indirect evidence so far; the cause is unknown."""
     strikes: list[FailureLocation] = field(default_factory=list[FailureLocation])
     """The newest failure locations."""
+    stacks: list[KeptStacks] = field(default_factory=list[KeptStacks])
+    """What ranks did before they were ended, of the first NUM_STACKS_MAX."""

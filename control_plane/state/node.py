@@ -101,6 +101,19 @@ class Quarantine(Struct, frozen=True, kw_only=True):
 NUM_SLOTS_MAX = 1024
 """Slots of one node; larger reports are clamped."""
 
+
+class Probe(Struct, kw_only=True):
+    """A probe of the node: who was ordered to make it, and what they have said so far."""
+
+    order: int
+    epoch: int
+    """That of the order."""
+    probers: tuple[str, ...]
+    """The nodes whose agents make it."""
+    answers: dict[str, bool] = field(default_factory=dict[str, bool])
+    """By prober: whether it has reached the node."""
+
+
 Health = Literal["healthy", "unreachable", "lost", "left"]
 
 
@@ -151,6 +164,22 @@ class Node(Struct, kw_only=True):
     """Its agent restarts and is due until then; a shorter silence does not count."""
     unreachable_seq: int = 0
     """The seq of its last NodeUnreachable; 0: none."""
+    probe_port: int = 0
+    """The UDP port at which it answers probes; 0: at none."""
+    is_probed: bool = False
+    """An agent on another host has reached that port since the node joined. Only then does it tell
+    something that nobody reaches it."""
+    probe: Probe | None = None
+    """The probe that is under way."""
+    num_probes: int = 0
+    """Probes since it joined, fell silent or was heard again; pauses grow with their number."""
+    reached_by: tuple[str, ...] = ()
+    """Who has reached it in the last probe, while the node is unreachable."""
+    unreached_by: tuple[str, ...] = ()
+    """Who has probed the silent node when nobody reached it; empty: somebody has, or it is not
+    known."""
+    unreached_seq: int = 0
+    """The seq of the record that ended that probe; 0: none."""
     replace: bool = False
     """The node has been unreachable for replace_after_s (policy)."""
     down_seq: int = 0
@@ -167,6 +196,9 @@ class Node(Struct, kw_only=True):
     """By disabled slot: the reason."""
     slots_suspected: dict[int, str] = field(default_factory=dict[int, str])
     """By slot: why it is suspected. It stays in use, and is suspected until a task trains on it."""
+    avoided_s: float = 0.0
+    """When a fault without a name stayed away after ranks had left the node; 0: never. For a day
+    placement prefers other nodes."""
     slots_unhealthy: list[int] = field(default_factory=list[int])
     """Slots that a check reports unhealthy. They are enabled after a time without such a report."""
     slots_recovering: dict[int, float] = field(default_factory=dict[int, float])

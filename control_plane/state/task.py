@@ -7,6 +7,7 @@ from msgspec import Struct, field
 from ...events.records.decisions import ThroughputSet
 from ...events.records.reports import Whereabouts
 from ...events.records.types import (
+    GroupProgress,
     Member,
     MemoryCheckpoint,
     NodeStores,
@@ -76,6 +77,12 @@ class Stall(Struct, frozen=True, kw_only=True):
     stack: str = ""
     """The innermost stack frame of its process."""
     silent_peers: tuple[str, ...] = ()
+    groups: tuple[GroupProgress, ...] = ()
+    """What it has entered in each of its groups."""
+    are_groups_complete: bool = False
+    """Whether `groups` has every group in which it has entered something."""
+    waits: bool = False
+    """Whether it is in a call that waits for the end of an operation of `groups`."""
 
     @property
     def position(self) -> tuple[int, int]:
@@ -338,6 +345,8 @@ class Task(Struct, kw_only=True):
     """The order that is suppressed while healing is paused."""
     target: tuple[Seat, ...] = ()
     throughput: ThroughputSet | None = None
+    former_throughput: ThroughputSet | None = None
+    """The measured table before `throughput`."""
     modelled: Modelled | None = None
     """T(t, x) by the spec's `model`, computed before the submission."""
     ranks: dict[int, Rank] = field(default_factory=dict[int, Rank])
@@ -357,6 +366,10 @@ class Task(Struct, kw_only=True):
     slots_max: int = 0
     """It may have at most so many slots, since ranks beyond fail everywhere; 0: no such limit."""
     reattempts: int = 0
+    common_nodes: list[str] = field(default_factory=list[str])
+    """The nodes that were members at each fault without a name since it last made progress."""
+    unnamed_s: float = 0.0
+    """When the first of these faults was; 0: there is none."""
     declined: str = ""
     """Why its processes cannot recover in memory, although the spec asks for it."""
     adopted: bool = False
@@ -462,6 +475,8 @@ class Task(Struct, kw_only=True):
     slow_restarts: dict[str, int] = field(default_factory=dict[str, int])
     """By slot (node/index): restarts of stragglers there."""
     incident: int = 0
+    recovering: list[int] = field(default_factory=list[int])
+    """Its incidents that are recovering: the task is whole, and `incident` is another one or 0."""
     healed: int = 0
     iterations_lost: int = 0
 

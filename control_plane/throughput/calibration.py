@@ -1,6 +1,6 @@
 """Calibration: times of undisturbed iterations correct the modelled T(t, x)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 from ...events.records.decisions import ThroughputSet
@@ -18,6 +18,10 @@ NUM_TIMES_MAX = 256
 """How many times the state keeps per task and size, whatever the policy sets."""
 NUM_SIZES_MAX = 16
 """How many sizes the state keeps per task; the size measured longest ago is dropped first."""
+
+
+NOISE_SHARE_MAX = 0.5
+"""The largest noise of a rate (our choice): a task that is half as fast again is planned anew."""
 
 
 def keep_times(state: ClusterState, task: Task, body: TaskProgressed) -> None:
@@ -86,15 +90,21 @@ def forget_times(state: ClusterState, task: Task, num: int) -> None:
 
 
 def calibrate(state: ClusterState, task: Task) -> Iterator[Body]:
-    """Yield a new table if the measured rate differs enough from the rate in the present table. The
-    FLOP/s of a slot, which the first measured task sets, update all modelled tables."""
+    """Yield a new table if the measured rate differs enough from the rate in the present table, and
+    by more than its noise: else a busy machine would change the plan all the time. The FLOP/s of a
+    slot, which the first measured task sets, update all modelled tables."""
     size, table, rates = num_slots(task), task.throughput, measured(state, task)
     if table is None or task.ending or size not in rates or size not in table.sizes:
         return
-    least = state.policy.calibrate_min
-    if not differs(rates[size], table.rates_flops[table.sizes.index(size)], least):
+    least, at = state.policy.calibrate_min, table.sizes.index(size)
+    own = table.noise[at] if table.noise else 0.0
+    if not differs(rates[size], table.rates_flops[at], max(least, own)):
         return
-    yield throughput.table_through(task.id, "measured", task.spec, rates, task.modelled)
+    spread = {size: noise(task.times_s[size]) for size in rates}
+    jump = rates[size] / table.rates_flops[at] - 1 if table.rates_flops[at] else 0.0
+    if _is_former(task, size, rates[size], max(least, spread[size])):
+        spread[size] = max(spread[size], min(abs(jump), NOISE_SHARE_MAX))
+    yield throughput.table_through(task.id, "measured", task.spec, rates, task.modelled, spread)
     for other in live_tasks(state):
         old = other.throughput
         if old is not None and old.origin == "modelled" and state.slot_flops:
@@ -113,6 +123,22 @@ def measured(state: ClusterState, task: Task) -> dict[int, float]:
         for size in sorted(task.times_s)
         if len(task.times_s[size]) >= num
     }
+
+
+def noise(times_s: Sequence[float]) -> float:
+    """The share by which medians of such times differ: twice their median absolute deviation. Times
+    before a lasting change, as long as they are fewer, do not count."""
+    middle = median(times_s)
+    return min(2 * median(abs(one_s - middle) for one_s in times_s) / middle, NOISE_SHARE_MAX)
+
+
+def _is_former(task: Task, size: int, rate: float, least: float) -> bool:
+    """Whether the rate is back at what it was before the present table: a machine that is busy at
+    times goes to and fro, and that is noise too."""
+    former = task.former_throughput
+    if former is None or size not in former.sizes:
+        return False
+    return not differs(rate, former.rates_flops[former.sizes.index(size)], least)
 
 
 def learn_slot(state: ClusterState, task: Task, table: ThroughputSet) -> None:

@@ -1,6 +1,7 @@
 """T(t, x): the achieved FLOP/s of a task on x slots."""
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
 from typing import Literal
 
 from ...events.records.decisions import ThroughputSet
@@ -9,6 +10,7 @@ from ...events.spec.model import Axes, Modelled
 from . import training_layouts
 from .training_layouts import layout_within, speed
 
+NO_NOISE: Mapping[int, float] = {}
 SLOT_FLOPS = 1e12
 """Prior of the FLOP/s of one slot. It is nominal: until a task is measured, modelled rates are only
 relative. A task whose spec has a `model` gets its rates from that model."""
@@ -41,10 +43,12 @@ def table_through(
     spec: JobSpec,
     rates: dict[int, float],
     modelled: Modelled | None = None,
+    noise: Mapping[int, float] = NO_NOISE,
 ) -> ThroughputSet:
-    """A table through the known `rates` (size -> FLOP/s, at least one). Any other size follows the
-    shape from the nearest known size, of two equally near ones from the smaller. A known size with
-    shape 0 sets only its own rate. No other size exceeds the rate of a larger known one."""
+    """A table through the known `rates` (size -> FLOP/s, at least one), with the `noise` of those
+    that were measured. Any other size follows the shape from the nearest known size, of two equally
+    near ones from the smaller. A known size with shape 0 sets only its own rate. No other size
+    exceeds the rate of a larger known one."""
     sizes = _sizes(spec, modelled)
     if modelled is not None:
         sizes = tuple(sorted({*sizes, *rates}))
@@ -55,7 +59,13 @@ def table_through(
         most = min((rate for one, rate in rates.items() if one > size), default=RATE_FLOPS_MAX)
         times = shape(spec, size, modelled) / shape(spec, near, modelled) if near else 0.0
         found.append(rates[size] if size in rates else min(rates.get(near, 0.0) * times, most))
-    return ThroughputSet(task=task, origin=origin, sizes=sizes, rates_flops=tuple(found))
+    return ThroughputSet(
+        task=task,
+        origin=origin,
+        sizes=sizes,
+        rates_flops=tuple(found),
+        noise=tuple(noise.get(size, 0.0) for size in sizes) if noise else (),
+    )
 
 
 def origin(spec: JobSpec, rates: ThroughputSet | None, modelled: Modelled | None) -> str:

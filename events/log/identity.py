@@ -18,11 +18,13 @@ from typing import Literal
 from urllib.parse import quote, urlunsplit
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ..network_address import url_parts
+from ..node_probe import DATAGRAM_BYTES, challenge, is_proof_of, probe_secret
 from ..records import orders, reports
 from ..records.codec import UnknownBody
-from ..records.envelope import Report, incarnation_of
+from ..records.envelope import Record, Report, incarnation_of
 from ..records.types import Body
 
 SECRET_BYTES = 32
@@ -32,6 +34,7 @@ RESERVED_NAMES = ("leader", "operator")
 
 PREFIX = "unicron_"
 SECRET = re.compile(rf"{PREFIX}[A-Za-z0-9_-]{{43}}\Z")
+_PROOF = re.compile(rf"[0-9a-f]{{{2 * DATAGRAM_BYTES}}}")
 
 KEYS_NUM_MAX = 1 << 14
 """Derived keys that are kept: a control plane needs those of a node for each report and order."""
@@ -161,7 +164,7 @@ class StoreKey(Struct, frozen=True, array_like=True):
 
 
 StoreKeys = dict[str, StoreKey]
-"""By the node of the store."""
+"""By the node of the store. Of a ProbeNode: the challenge, by the node that it is for."""
 
 
 def store_secret(key: bytes) -> bytes:
@@ -175,9 +178,26 @@ def store_key(secret: bytes, task: int, generation: int) -> StoreKey:
     return StoreKey(task, generation, _sign(secret, b"task", b"%d\n%d" % (task, generation)))
 
 
+def order_keys(keys: Keys, record: Record, node: str) -> StoreKeys:
+    """What `node` needs to carry out an order and is not in the log: it goes there beside the
+    order."""
+    order = record.body
+    if isinstance(order, orders.ProbeNode):
+        secret = probe_secret(keys(order.node), order.incarnation)
+        return {order.node: StoreKey(0, 0, challenge(secret, record.epoch, record.seq))}
+    return store_keys(keys, order, node)
+
+
+def with_verified_proof(keys: Keys, body: reports.NodeProbed) -> reports.NodeProbed:
+    """The report of a probe, in which the leader says whether the proof is the target's."""
+    secret = probe_secret(keys(body.target), body.target_incarnation)
+    given = bytes.fromhex(body.proof) if _PROOF.fullmatch(body.proof) else b""
+    reached = is_proof_of(secret, body.epoch, body.order, given)
+    return replace(body, reached=reached)
+
+
 def store_keys(keys: Keys, order: Body, node: str) -> StoreKeys:
-    """The keys that the ranks of `node` need to carry out an order. They are not in the log: they
-    go to the node beside the order."""
+    """The keys that the ranks of `node` need to carry out an order."""
     if not isinstance(order, (orders.StartRank, orders.Reconfigure, orders.SetCheckpointStores)):
         return {}
     own = next((one.stores for one in getattr(order, "stores", ()) if one.node == node), None)
@@ -198,10 +218,11 @@ def _sign(key: bytes, purpose: bytes, data: bytes) -> bytes:
     return hmac.digest(key, purpose + b"\n" + data, "sha256")
 
 
-About = Literal["node", "process", "share", "member", "order", "nothing"]
+About = Literal["node", "process", "share", "member", "order", "probe", "nothing"]
 """What a report is about. The node that sends it; a process on that node, or its share of an
-in-memory checkpoint; a task, of whose generation the node has a member; an order to the node. But
-for the first, the state of the cluster tells (control_plane/decide/speakers.py)."""
+in-memory checkpoint; a task, of whose generation the node has a member; an order to the node; a
+probe that the node was ordered to make. But for the first, the state of the cluster tells
+(control_plane/decide/speakers.py)."""
 
 AGENT_REPORTS: dict[type[Body], About] = {
     reports.NodeJoined: "node",
@@ -213,6 +234,7 @@ AGENT_REPORTS: dict[type[Body], About] = {
     reports.NodeDrained: "node",
     reports.HealthChanged: "node",
     reports.DeviceErred: "node",
+    reports.NodeProbed: "probe",
     reports.OrderRefused: "order",
     reports.CheckpointPublished: "order",
     reports.RankStarted: "process",
@@ -224,6 +246,7 @@ AGENT_REPORTS: dict[type[Body], About] = {
     reports.RankSuspended: "process",
     reports.RankContinued: "process",
     reports.RankStalled: "process",
+    reports.StacksKept: "process",
     reports.RankUnstalled: "process",
     reports.RankFinished: "process",
     reports.CollectiveFailed: "process",

@@ -6,13 +6,21 @@ from typing import Any, cast
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ..decoding import from_msgpack
 from ..records import codec
 from ..records.codec import UnknownBody
 from ..records.envelope import Report
+from ..records.reports import NodeProbed
 from ..records.types import INTEGER_NUM_MAX
-from .identity import Keys, is_report_signed, report_error, split_report
+from .identity import (
+    Keys,
+    is_report_signed,
+    report_error,
+    split_report,
+    with_verified_proof,
+)
 from .port import REPORT_BYTES_MAX, Rejected, Sent
 
 DEPTH_NUM_MAX = 32
@@ -34,6 +42,8 @@ def read_report(keys: Keys, sent: Sent) -> Report | Rejected:
         report = codec.decode_report(wire)
         source = report.source
         why = report_error(keys, report, signature, wire, sent.node) or report_fault(report)
+        if not why and isinstance(report.body, NodeProbed):
+            report = replace(report, body=with_verified_proof(keys, report.body))
     except msgspec.MsgspecError as error:
         why = f"it is unreadable: {error}"
     except Exception as error:  # noqa: BLE001 - one entry must not end the control plane

@@ -46,10 +46,10 @@ from .identity import (
     Keys,
     StoreKeys,
     is_order_signed,
+    order_keys,
     password_hash,
     sign_order,
     sign_report,
-    store_keys,
     user_name,
 )
 from .intake import read_report
@@ -853,7 +853,7 @@ class RedisLog:
 
     def _sealed(self, node: str, order: Record, epoch: int, wire: bytes) -> tuple[bytes, bytes]:
         """The signature of an order for a node, and the keys of stores that come with it."""
-        keys = msgspec.msgpack.encode(store_keys(self._keys_of, order.body, node))
+        keys = msgspec.msgpack.encode(order_keys(self._keys_of, order, node))
         return sign_order(self._keys_of(node), f"{epoch}-{order.seq}", wire, keys), keys
 
     async def take(self, *, after: str, num_max: int, wait_s: float) -> Batch:

@@ -22,6 +22,8 @@ TEXTS_NUM_MAX = 64
 """Of a list of texts."""
 ITEMS_NUM_MAX = 4096
 """Of any other list: slots of a node, peers, iterations since the last report of them."""
+GROUPS_NUM_MAX = 64
+"""Of a rank's groups: the rows of its progress page."""
 UNKNOWN_BYTES_MAX = 64 << 10
 """Of a body of a later version, which has no effect."""
 
@@ -30,6 +32,8 @@ SENTENCES = (
     "cause",
     "damaged",
     "error",
+    "mark",
+    "nccl_ras",
     "reason",
     "rounding_why",
     "text",
@@ -53,6 +57,7 @@ _EXPLAINS: dict[str, int] = {
 _CHARS_MAX: dict[str, int] = {**_EXPLAINS, **dict.fromkeys(PATHS, PATH_CHARS_MAX)}
 _ITEMS_MAX: dict[str, int] = {
     **dict.fromkeys(TEXTS, TEXTS_NUM_MAX),
+    "groups": GROUPS_NUM_MAX,
     **dict.fromkeys(MICRO_BATCHES, 1 << 20),
 }
 _CUT: dict[str, int] = {**_EXPLAINS, **dict.fromkeys(TEXTS, TEXTS_NUM_MAX)}

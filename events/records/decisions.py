@@ -40,6 +40,41 @@ class IncidentEscalated(Body, frozen=True):
     root: bool = False
     keeps_slots: bool = False
     """As in IncidentOpened."""
+    num_times: int = 0
+    """The same fault has come back while the incident was recovering: for the how manieth time it
+    is there now. 0: it is the same occurrence."""
+
+
+class IncidentRecovering(Body, frozen=True):
+    """The task trains again on the slots of the plan. Its incident stays open, without need of
+    anything, until the task has trained `restart_iterations` beyond the fault, or has not met it
+    again for `passing_s_max` (IncidentClosed). The same fault before that is the same incident
+    (IncidentEscalated.num_times)."""
+
+    of: int
+    """The incident."""
+    until_iteration: int
+    """It closes when the task has finished so many iterations."""
+    pause_s: float
+    """From detection to the first step, so far: of all occurrences of the fault."""
+    iterations_lost: int | None
+    """As in IncidentClosed, so far."""
+    why: str
+    """How the task trains, for people."""
+
+
+PlaceKind = Literal["host", "link", "rack", "switch"]
+
+
+class Suspicion(Struct, frozen=True):
+    """A place that explains faults without a name."""
+
+    kind: PlaceKind
+    """A node, the link between two, or the nodes with one label."""
+    name: str
+    """A node, two nodes, or a label."""
+    num: int
+    """How many such faults of the last 24 h, of all tasks, it explains."""
 
 
 class ExperimentBegun(Body, frozen=True):
@@ -56,9 +91,11 @@ class ExperimentBegun(Body, frozen=True):
     seats: tuple[Seat, ...] = ()
     """All seats of the task from now on: the ranks have free slots, or those of other ranks in
     exchange. Empty: there are none, and the plan lets the task go on with fewer slots."""
+    considered: tuple[Suspicion, ...] = ()
+    """Of a fault without a name: what else may be at fault, the most suspected first."""
 
 
-Verdict = Literal["slot", "task", "open"]
+Verdict = Literal["slot", "task", "open", "cleared"]
 """What an experiment has shown (SlotsJudged)."""
 
 
@@ -67,14 +104,16 @@ class SlotsJudged(Body, frozen=True):
 
     `slot`: the ranks make progress elsewhere, so the slots are taken out until the task ends.
     `task`: the ranks fail elsewhere in the same way, so no slot is blamed. `open`: no experiment
-    was possible. The slots stay in use; whether the next task trains there will show it.
+    was possible, or what it shows may be chance. The slots stay in use; whether the next task
+    trains there will show it. `cleared`: a fault without a name came back without the slots; those
+    that are out for it return.
     """
 
     task: int
     suspects: tuple[Seat, ...]
-    """The ranks, each with the slot that is judged."""
+    """The ranks, each with the slot that is judged; rank -1: the slot was out already."""
     verdict: Verdict
-    """`slot`, `task` or `open`, as above."""
+    """As above."""
     why: str
     """What the experiment has shown, for people."""
     slots_max: int = 0
@@ -83,7 +122,8 @@ class SlotsJudged(Body, frozen=True):
 
 class IncidentClosed(Body, frozen=True):
     """`healed`: the task steps again on the slots of the plan and has lost no iteration. `set
-    back`: it steps again and has lost iterations. `pause_s` is from detection to the first step.
+    back`: it steps again and has lost iterations. From decider version 26 on, both only when the
+    fault has stayed away (IncidentRecovering). `pause_s` is from detection to the first step.
 
     Of the micro-batches of the interrupted iteration, the gradients of `kept` were kept, and
     `dealt` were reassigned. `iterations_lost` counts steps that were done again (None: a command
@@ -118,6 +158,9 @@ class ThroughputSet(Body, frozen=True):
     origin: Literal["declared", "modelled", "measured"]
     sizes: tuple[int, ...]
     rates_flops: tuple[float, ...]
+    noise: tuple[float, ...] = ()
+    """By size: by which share a measured rate may differ from this one without being another: the
+    spread of the times that it is the median of. 0: not measured. Empty: no size was."""
 
 
 class LossSpiked(Body, frozen=True):

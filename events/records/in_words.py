@@ -274,11 +274,30 @@ def _layout(order: Plain) -> str:
     return layout_label(axes) + (f" +{num}" if num else "")
 
 
+FRAMES_NUM_MAX = 4
+
+
+def stack_in_words(stack: str) -> str:
+    """The innermost frames, on one line: `was in sleep (train.py:9) < forward (model.py:4)`."""
+    frames = stack.splitlines()
+    more = " < ..." * (len(frames) > FRAMES_NUM_MAX)
+    return f"was in {' < '.join(frames[:FRAMES_NUM_MAX])}{more}" if frames else "has no stack"
+
+
 VERDICTS = {
     "slot": "taken out until the task ends",
     "task": "not the slot's fault",
     "open": "suspected, not taken out",
+    "cleared": "not its fault",
 }
+
+
+def _probed(body: Plain) -> str:
+    if body["error"]:
+        return f"could not probe {body['target']}: {body['error']}"
+    return f"{'reaches' if body['reached'] else 'does not reach'} {body['target']}"
+
+
 FORMATS: dict[str, Callable[[Any], str]] = {
     "because": _because,
     "by": _by,
@@ -308,6 +327,8 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     ),
     "outage": outage,
     "plan": _plan,
+    "probe": lambda nodes: "probes" if len(nodes) == 1 else "probe",
+    "probed": _probed,
     "progress": _progress,
     "ranks": fmt.ranks,
     "rfc3339": fmt.rfc3339,
@@ -328,6 +349,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     ),
     "sources": _sources,
     "span": fmt.span,
+    "stack": lambda body: stack_in_words(body["stack"]),
     "state source": _state_source,
     "status": status_in_words,
     "took": lambda body: fmt.ms(body["down_s"] + body["up_s"] + body["settle_s"]),
@@ -395,6 +417,7 @@ TEMPLATES = {
     "DeadLettersHandled": "{act} {:letters}{reason:because}{:by}",
     "TokenChanged": "{act} the token {name}, role {token_role}{reason:because}{:by}",
     "NodeJoined": "{node} {num_slots} {accelerator} slots, pid {pid}, at {host}{labels:labels}",
+    "NodeProbed": "{node} {:probed}",
     "NodeLeft": "{node}: {reason}",
     "AgentRestarting": "{node}: the agent is back within {back_s:g} s; its ranks run on",
     "AgentRestarted": "{node}: agent pid {pid} has adopted the node's processes",
@@ -442,6 +465,8 @@ TEMPLATES = {
     "DeviceErred": "{:devices} {status} ({rule}): {text:first line}",
     "RankStalled": _RANK + " iteration {iteration}: {what} for {in_s:span}, "
     "an iteration takes {normal_s:span}",
+    "StacksKept": _RANK + " {:stack}{mark:?; {mark}}{why:because}"
+    "{nccl_ras:?; NCCL: {nccl_ras:first line}}",
     "RankUnstalled": _RANK + " iteration {iteration}, stalled for {stalled_s:span}",
     "StepTimeChanged": _RANK + " works {own_s:span} of {iteration_s:span} an iteration, "
     "at first {normal_s:span}",
@@ -452,7 +477,9 @@ TEMPLATES = {
     "StragglerCostEstimated": "{node} costs {cost_waf:~FLOP/s}, draining it {drain_waf:drained}: "
     "{why}",
     "IncidentOpened": "{severity} {status:status}, {:where}: {why}",
-    "IncidentEscalated": "inc-{of} {severity} {ranks:ranks}: {why}",
+    "IncidentEscalated": "inc-{of} {severity} {ranks:ranks}{num_times:?, time {num_times}}: {why}",
+    "IncidentRecovering": "inc-{of} recovers, pause {pause_s:ms} so far, "
+    "until iteration {until_iteration:,}{why:because}",
     "IncidentClosed": "inc-{of} {outcome}, pause {pause_s:ms}, {:cost}{why:because}",
     "ThroughputSet": "task {task} {origin}: {:rates}",
     "PlanChosen": "{trigger}: {num_slots} slots, {:plan}",
@@ -472,6 +499,7 @@ TEMPLATES = {
     "Resume": _GENERATION + " reports progress from iteration {progress_from}",
     "PublishCheckpoint": "task {task} {path}{remove:?, then removes {remove}}",
     "InjectFault": "on purpose: {:fault}",
+    "ProbeNode": "{nodes:words} {nodes:probe} {node} at {host}, port {port}",
 }
 
 
@@ -486,7 +514,7 @@ def matches(
 ) -> bool:
     """True if the record passes the filters of `tail`; an empty or None filter passes all.
 
-    `incidents`: the incidents of `task`. IncidentEscalated and IncidentClosed do not name a task.
+    `incidents`: the incidents of `task`. Only IncidentOpened names a task.
     """
     body: Plain = record["body"]
     if kinds and record["kind"] not in kinds:

@@ -15,12 +15,16 @@ from msgspec.structs import fields
 
 from ..spec.job import JobSpec, Loop, Train
 from ..spec.model import MegatronModel
-from .orders import PublishCheckpoint, Quiesce, Reconfigure, StartRank
+from .orders import ProbeNode, PublishCheckpoint, Quiesce, Reconfigure, StartRank, StopRank
 from .types import Body
 
 ORDER_FORMAT_VERSION = 1
 """The format that this tree's agents read (NodeJoined). 0: that of release 0.3.0. Raise it with the
 first field that is added to an order after a release."""
+
+
+ADDED_KINDS: dict[type[Body], int] = {ProbeNode: 1}
+"""Orders that release 0.3.0 does not have, and the format of the agents that may be given them."""
 
 
 class Added(NamedTuple):
@@ -63,6 +67,7 @@ ADDED: tuple[Added, ...] = (
     Added(Quiesce, ("save_attempt",), Quiesce, 1),
     Added(Quiesce, ("output",), Quiesce, 1),
     Added(Reconfigure, ("output",), Reconfigure, 1),
+    Added(StopRank, ("keeps_stacks",), StopRank, 1, ignorable=True),
 )
 """Every field of an order that release 0.3.0 does not have. Its default must never change."""
 

@@ -60,6 +60,8 @@ class StopRank(Body, frozen=True):
     attempt: int
     grace_s: float
     why: str
+    keeps_stacks: bool = False
+    """Before that, its agent keeps what the process does (StacksKept), for STACKS_S_MAX at most."""
 
 
 class Quiesce(Body, frozen=True):
@@ -178,6 +180,22 @@ class InjectFault(Body, frozen=True):
     stop_s: float
 
 
+class ProbeNode(Body, frozen=True):
+    """Ask the agent of `node` at `host` and the UDP port `port` for a sign of life, and report the
+    answer (NodeProbed). The challenge for it comes beside the order.
+
+    It is carried out once: it is no open order, and an agent whose incarnation is not that in
+    `incarnations`, at its place in `nodes`, ignores it.
+    """
+
+    nodes: tuple[str, ...]
+    incarnations: tuple[int, ...]
+    node: str
+    incarnation: int
+    host: str
+    port: int
+
+
 ORDERS = (
     StartRank,
     StopRank,
@@ -188,6 +206,7 @@ ORDERS = (
     DropMemoryCheckpoints,
     PublishCheckpoint,
     InjectFault,
+    ProbeNode,
 )
 Order = (
     StartRank
@@ -199,4 +218,5 @@ Order = (
     | DropMemoryCheckpoints
     | PublishCheckpoint
     | InjectFault
+    | ProbeNode
 )

@@ -10,6 +10,7 @@ from ..spec.policy import Policy
 from .types import (
     Body,
     FaultKind,
+    GroupProgress,
     Labels,
     LetterAct,
     OperatorRequest,
@@ -192,7 +193,8 @@ class NodeJoined(Body, frozen=True):
     take `copies_bytes_max` bytes (0: not known). `labels` are the labels that the agent was started
     with. `boot_id` is the kernel's, another after each boot ("": not known). `order_format`: which
     orders the agent reads (order_format.py; 0: those of release 0.3.0). `unlimited`: what the
-    policy limits of a rank, `pids` and `memory`, and this agent cannot limit.
+    policy limits of a rank, `pids` and `memory`, and this agent cannot limit. `probe_port`: the UDP
+    port at which the node answers probes (ProbeNode; 0: at none).
     """
 
     node: str
@@ -207,6 +209,24 @@ class NodeJoined(Body, frozen=True):
     boot_id: str = ""
     order_format: int = 0
     unlimited: tuple[str, ...] = ()
+    probe_port: int = 0
+
+
+class NodeProbed(Body, frozen=True):
+    """The agent of `node` has probed `target` (`target_incarnation`) for `order` of `epoch`: it got
+    `proof`, in hex digits ("": none came). `reached`: the proof is that of the target; the leader
+    has verified it, and writes this field itself."""
+
+    node: str
+    incarnation: int
+    target: str
+    target_incarnation: int
+    order: int
+    epoch: int
+    proof: str = ""
+    reached: bool = False
+    error: str = ""
+    """Why the probe was not made, "": it was."""
 
 
 class AgentRestarting(Body, frozen=True):
@@ -633,6 +653,40 @@ class RankStalled(RankReport, frozen=True):
     stack: str = ""
     silent_peers: tuple[str, ...] = ()
     """Addresses that do not acknowledge what the rank has sent."""
+    groups: tuple[GroupProgress, ...] = ()
+    """What the rank has entered in each of its groups."""
+    are_groups_complete: bool = False
+    """Whether `groups` has every group in which the rank has entered something."""
+    waits: bool = False
+    """Whether it is in a call that waits for the end of an operation of `groups`."""
+
+
+StacksReader = Literal["", "py-spy", "signal"]
+
+
+class StacksKept(RankReport, frozen=True):
+    """What a process did before its agent ended it, because it did not answer in time or hung.
+
+    A file on its node has the Python stacks of all its threads and of its descendants, its last
+    collective, and what torch's flight recorder and NCCL said.
+    """
+
+    path: str
+    """The file, beside the output of the process; "": it could not be written."""
+    num_bytes: int
+    """Of the file."""
+    reader: StacksReader
+    """What read the stacks: `py-spy`, `signal` (Python's faulthandler), or "" if none could."""
+    stack: str = ""
+    """The innermost frames of the main thread, innermost first, a line each."""
+    mark: str = ""
+    """What it did by its progress page: iteration, last mark, collective; "": it has no page."""
+    why: str = ""
+    """Why there are no stacks, or not of all processes; "": there are."""
+    nccl_ras: str = ""
+    """Errors and warnings of NCCL's RAS service on its node, of all its jobs; "": none."""
+    took_s: float = 0.0
+    """How long the process was kept for that."""
 
 
 class RankUnstalled(RankReport, frozen=True):

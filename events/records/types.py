@@ -21,6 +21,30 @@ class ReceivedState(Struct, frozen=True):
     """How many."""
 
 
+class GroupProgress(Struct, frozen=True, kw_only=True):
+    """What a rank has entered in one of its groups, or of messages to or from one peer."""
+
+    key: int
+    """The same on all members of the group, and another one for each group of a generation."""
+    role: str
+    """What the group is for; "": a group that the loop itself made."""
+    members: tuple[int, ...]
+    """Places in the generation as two nested loops: start, number, stride, number, stride of the
+    outer one. A number of 0: unknown. Of messages: the peer."""
+    entered: int
+    """How many operations it has entered, in this generation."""
+    left: int
+    """The last one whose end it has waited for in the call that entered it."""
+    kind: str
+    """Of the last operation; "send" and "receive" are messages."""
+    num_bytes: int
+    """Of the first tensor of the last operation."""
+    order: int
+    """Which operation of this rank the last one was; 0: of an earlier iteration, and ended."""
+    in_s: float
+    """Time since the last operation was entered."""
+
+
 # --- Labels of a node: rack and switch, given at the start of its agent ---
 
 LABEL_HINT = "for example --label rack=r1 --label switch=s3"

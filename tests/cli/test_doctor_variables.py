@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from unicron.cli.commands import doctor
 from unicron.workers.ipc import rank_variables
@@ -28,3 +30,15 @@ def test_doctor_names_them(
     for name, value in given.items():
         assert f"{name}={value}" in found.result
         assert (f"without {name}={value} it heals" in found.hint) is (grade == "note")
+
+
+def test_doctor_names_the_port_of_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = doctor.probe_port()
+    assert found.grade == "ok"
+    port = int(found.result.split()[2])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as busy:
+        busy.bind(("", port))
+        assert f"UDP port {port} " not in doctor.probe_port().result
+        monkeypatch.setattr(doctor, "PORT_FIRST", port)
+        monkeypatch.setattr(doctor, "PORTS_NUM", 1)
+        assert doctor.probe_port().grade == "note"

@@ -231,6 +231,9 @@ def test_wait_ends_when_it_is_so(
         waiting_for("healed", tmp_path)
     d.obey(opened)
     d.progress(task)
+    with pytest.raises(UnicronError, match="alpha not healed after 0 ms, but recovering"):
+        waiting_for("healed", tmp_path)
+    d.heal(task)
     waiting_for("healed", tmp_path)
 
 

@@ -463,6 +463,7 @@ def test_healed_incidents_are_shown_for_a_day_and_open_ones_always(d: Driver, ta
         return [line.split()[0] for line in lines if line.startswith(("HEALED", "HEALING"))]
 
     carry_out(d, d.exit(task, 2))
+    d.heal(task)
     assert (news(23 * 3600), news(25 * 3600)) == (["HEALED"], [])
     d.exit(task, 2)
     assert news(25 * 3600) == ["HEALING"]

@@ -42,6 +42,24 @@ def stalled(
     return d.tell(d.source(process.slot.node), r.RankStalled(**(told | changes)))
 
 
+def stacks_kept(d: Driver, task: int, rank: int) -> list[Record]:
+    """The agent of a rank that is to be ended has kept its stacks."""
+    process = task_of(d, task).ranks[rank]
+    return d.tell(
+        d.source(process.slot.node),
+        r.StacksKept(
+            task=task,
+            rank=rank,
+            attempt=process.attempt,
+            path=f"/logs/rank-{rank}.attempt-{process.attempt}.stacks",
+            num_bytes=5000,
+            reader="py-spy",
+            stack="sleep (train.py:9)\n" * 200,
+            mark="iteration 1, backward",
+        ),
+    )
+
+
 def went_on(d: Driver, task: int, rank: int) -> list[Record]:
     it = task_of(d, task)
     process = it.ranks[rank]

@@ -54,7 +54,12 @@ def _loop() -> NoReturn:
         pass
 
 
-BLOCKING: dict[str, Callable[[], NoReturn]] = {"gil": _hold_gil, "loop": _loop}
+def _sleep() -> NoReturn:
+    while True:
+        time.sleep(1 << 20)
+
+
+BLOCKING: dict[str, Callable[[], NoReturn]] = {"gil": _hold_gil, "loop": _loop, "sleep": _sleep}
 
 
 class Trace(trace.Trace):

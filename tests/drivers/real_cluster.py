@@ -244,7 +244,7 @@ class RealCluster:
         - "raise": remove the file and raise InjectedFault;
         - "fail": remove the file and raise a RuntimeError, like a collective that is cut off;
         - "gil": remove the file and sleep for ever in C code that holds the interpreter's lock;
-        - "loop": remove the file and loop for ever;
+        - "loop", "sleep": remove the file and loop, or sleep, for ever;
         - "slow" with `slow_s`: sleep for that time at each such event while the file exists.
         """
         hold = self.path / "trace" / "hold" / f"{task}-{rank}"

@@ -65,7 +65,11 @@ def _limits(state: ClusterState) -> Iterator[str]:
         if (
             one.task
             and not one.outcome
-            and (one.task not in state.tasks or state.tasks[one.task].incident != one.id)
+            and (
+                (task := state.tasks.get(one.task)) is None
+                or [task.incident, *task.recovering].count(one.id) != 1
+                or (one.id in task.recovering) != bool(one.recovering_s)
+            )
         ):
             yield f"incident {one.id} is open, and its task {one.task} has another"
 

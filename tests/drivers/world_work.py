@@ -130,17 +130,31 @@ def differing_parts(place: int, train: Train, layouts: list[Axes]) -> list[str]:
 
 
 def trained(
-    place: int, train: Train, axes: Axes, num_iterations: int
+    place: int,
+    train: Train,
+    axes: Axes,
+    num_iterations: int,
+    *,
+    on_groups: Callable[[Any], None] = lambda groups: None,
+    on_iteration: Callable[[int], None] = lambda iteration: None,
+    on_note: Callable[[str], None] = lambda event: None,
 ) -> tuple[list[float], list[float], dict[str, Any], list[tuple[str, int]]]:
     """Train without faults: losses, norms, the final state at this position, the passes."""
     found = process_groups.build(axes, LIMIT_S)
     assert dist.get_world_size() == num_positions(axes)
+    on_groups(found)
     trainee = model.build(train, torch.device("cpu"), found, axes, place)
     words = text_data.load(train.data, train.model.sequence)
     losses: list[float] = []
     norms: list[float] = []
     noted: list[tuple[str, int]] = []
+
+    def note(event: str, item: int) -> None:
+        noted.append((event, item))
+        on_note(event)
+
     for iteration in range(num_iterations):
+        on_iteration(iteration)
         trainee.clear()
         done = megatron_passes.run(
             trainee,
@@ -154,7 +168,7 @@ def trained(
                 rows=train.batch.micro,
                 sequence=train.model.sequence,
             ),
-            lambda event, item: noted.append((event, item)),
+            note,
         )
         told = torch.zeros(2, dtype=torch.float64)
         done.losses.write(told)

@@ -32,7 +32,7 @@ def _free(kind: inspect.Type) -> Any:
         case inspect.VarTupleType(item_type=inspect.StrType()):
             return (FREE,)
         case inspect.VarTupleType(item_type=inspect.StructType(cls=cls)):
-            return tuple(cls(rank=1, node="n1", taken_bytes=1) for _ in range(10_000))
+            return (_least(cls),) * 10_000
         case inspect.VarTupleType(item_type=inspect.FloatType()):
             return (1.0,) * 100_000
         case inspect.VarTupleType():
@@ -43,6 +43,19 @@ def _free(kind: inspect.Type) -> Any:
             return Labels(rack=FREE)
         case _:
             return None
+
+
+def _least(cls: type[Any]) -> Any:
+    """A value of a struct with little in it, but one that is no default."""
+    info = inspect.type_info(cls)
+    assert isinstance(info, inspect.StructType)
+    small: dict[type[inspect.Type], Any] = {
+        inspect.IntType: 1,
+        inspect.FloatType: 1.0,
+        inspect.StrType: "n1",
+        inspect.VarTupleType: (),
+    }
+    return cls(**{field.name: small[type(field.type)] for field in info.fields})
 
 
 def _fields() -> list[tuple[type[Body], str, Any]]:

@@ -109,7 +109,7 @@ def test_a_loop_that_declines_may_restart_from_memory(d: Driver) -> None:
     task = _not_adopted(d, said=True, from_memory=True)
     stores = only(o.SetCheckpointStores, d.log)[-1].body
     assert [store.node for store in stores.keepers] == ["n1", "n2"]
-    for attempt in (1, 2):
+    for attempt, told in ((1, "IncidentOpened"), (2, "IncidentEscalated")):
         for rank in task_of(d, task).ranks.values():
             d.tell(
                 d.source(rank.slot.node),
@@ -127,7 +127,7 @@ def test_a_loop_that_declines_may_restart_from_memory(d: Driver) -> None:
                 ),
             )
         new = d.exit(task, 0, code=1)
-        assert kinds(new) == ["IncidentOpened", "StopRank", "StopRank", "StopRank"]
+        assert kinds(new) == [told, "StopRank", "StopRank", "StopRank"]
         starts = only(o.StartRank, done := d.obey(new))
         for start in (record.body for record in starts):
             assert start.spec.heal == "in-memory"
@@ -155,7 +155,7 @@ def test_a_script_without_unicron_is_a_command_after_the_deadline(d: Driver) -> 
     assert [start.spec.heal for start in starts] == ["in-memory"] * 4
     for start in starts:
         last = _started(d, start)
-    assert kinds(last) == ["IncidentClosed"]
+    assert kinds(last) == ["IncidentRecovering"]
     assert (task_of(d, task).phase, task_of(d, task).declined) == ("training", LATE)
 
 

@@ -31,6 +31,7 @@ MARK = "UNICRON_GPU_CHECK"
 CHECKS = {
     "groups": "gpu.groups:check",
     "groups_on_one_gpu": "gpu.groups:check_one_gpu",
+    "nccl_errors": "gpu.nccl_errors:check",
     "fork": "gpu.fork:check",
     "nvml": "gpu.driver:check",
     "trial": "gpu.driver:check_trial",

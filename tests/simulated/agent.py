@@ -14,6 +14,7 @@ from simulated.rank_monitor import WATCH_S, SimulatedRankMonitor
 from unicron.events.errors import Ambiguous, Unavailable
 from unicron.events.log.port import SentOrder
 from unicron.events.log.redis_streams import RedisLog
+from unicron.events.node_probe import PORT_FIRST, PROBE_S_MAX
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.envelope import Report
@@ -72,6 +73,7 @@ RESEND_S = 0.5
 ORDERS_WAIT_S = 10.0
 COMMAND_S = (5.0, 30.0)
 LOOK_S = (0.001, 0.2)
+PROBED_S = 0.002
 
 
 class SimulatedProcess(Struct):
@@ -132,8 +134,10 @@ class SimulatedAgent:
                 keeper=f"{self.node}.paper:1",
                 boot_id=f"boot {self.incarnation}",
                 order_format=ORDER_FORMAT_VERSION,
+                probe_port=PORT_FIRST,
             )
         )
+        self.net.answers[self.node] = self.incarnation
         self.net.keepers.open(self.node, self._keeper_start)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._deliver(), name=f"{self.source} deliver")
@@ -144,6 +148,7 @@ class SimulatedAgent:
     def crash(self) -> None:
         """The node fails: it reports nothing, and its peers see their connections close."""
         self.alive = False
+        self.net.answers.pop(self.node, None)
         self.net.keepers.close(self.node)
         for process in list(self.processes.values()):
             self._end(process)
@@ -196,7 +201,9 @@ class SimulatedAgent:
                 self.net.later(in_s + self.net.draw(LOOK_S), lambda: self._look(process))
 
     def lose_copies(self) -> None:
-        """The node's checkpoint store ends, and a new one starts."""
+        """The node's checkpoint store ends. A new one starts when the log knows that: a share that
+        it takes before would be a dead letter."""
+        self.net.keepers.close(self.node)
         self.say(
             r.MemoryCheckpointsLost(
                 node=self.node,
@@ -207,7 +214,7 @@ class SimulatedAgent:
             )
         )
         self._keeper_start += 1
-        self.net.keepers.open(self.node, self._keeper_start)
+        self.net.keepers.open_behind(self.node, self._told, self._keeper_start)
 
     def raise_in(self, process: SimulatedProcess, error: str) -> None:
         """Raise an exception in the rank: it reports the error and exits with code 1."""
@@ -247,6 +254,7 @@ class SimulatedAgent:
             await self._goes_on.wait()
             try:
                 acked = await self.port.acked(self.source)
+                self.net.keepers.acked(self.node, acked)
                 num_acked = sum(1 for x in self.spool if x.source_seq <= acked)
                 del self.spool[:num_acked]
                 num_sent = max(0, num_sent - num_acked)
@@ -315,6 +323,9 @@ class SimulatedAgent:
         elif isinstance(body, o.InjectFault):
             if body.incarnation == self.incarnation:
                 self._inject(body)
+        elif isinstance(body, o.ProbeNode):
+            if (self.node, self.incarnation) in zip(body.nodes, body.incarnations, strict=True):
+                self._probe(sent, body)
         elif isinstance(body, o.DropMemoryCheckpoints):
             self.net.keepers.forget(self.node, body.task)
             self.say(
@@ -343,6 +354,20 @@ class SimulatedAgent:
             ),
             None,
         )
+
+    def _probe(self, sent: SentOrder, order: o.ProbeNode) -> None:
+        """A node answers as long as it lives, also if its agent is stopped or cut off."""
+        reached = self.net.answers.get(order.node) == order.incarnation
+        told = r.NodeProbed(
+            node=self.node,
+            incarnation=self.incarnation,
+            target=order.node,
+            target_incarnation=order.incarnation,
+            order=sent.record.seq,
+            epoch=sent.record.epoch,
+            reached=reached,
+        )
+        self.net.later(PROBED_S if reached else PROBE_S_MAX, lambda: self.say(told))
 
     def _inject(self, order: o.InjectFault) -> None:
         process = self._find(order.task, order.rank, order.attempt)

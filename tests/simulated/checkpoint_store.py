@@ -35,15 +35,30 @@ class SimulatedStores:
         self._shelves: dict[str, dict[int, list[SimulatedCheckpoint]]] = {}
         """By node and task: the shares, the newest last."""
         self._starts: dict[str, int] = {}
+        self._awaited: dict[str, tuple[int, int]] = {}
+        """By node: the report behind which its next store begins, and that store's number."""
         self.num_kept = self.num_served = 0
+
+    def open_behind(self, node: str, report: int, start: int) -> None:
+        """As `open`, when the log has this report of the node."""
+        self.close(node)
+        self._awaited[node] = report, start
+
+    def acked(self, node: str, last: int) -> None:
+        """The log has the node's reports up to `last`."""
+        report, start = self._awaited.get(node, (last + 1, 0))
+        if report <= last:
+            self.open(node, start)
 
     def open(self, node: str, start: int) -> None:
         """Start an empty store on the node; `start` is the store's number."""
+        self._awaited.pop(node, None)
         self._shelves[node], self._starts[node] = {}, start
 
     def close(self, node: str) -> None:
         """The node's agent, or its store alone, has ended: its checkpoints are lost."""
         self._shelves.pop(node, None)
+        self._awaited.pop(node, None)
 
     def put(self, node: str, task: int, copy: SimulatedCheckpoint) -> int:
         """Store a checkpoint; the store's number. 0: no store, or it has a later generation."""

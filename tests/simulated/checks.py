@@ -62,7 +62,10 @@ def _check_economics(world: World, records: list[Record]) -> None:
     """Slots and slot seconds add up, and there are no more faults than incidents."""
     state = world.last_state
     assert state.num_running == sum(len(task.ranks) for task in state.tasks.values())
-    num = sum(isinstance(record.body, IncidentOpened) for record in records)
+    num = sum(
+        isinstance(record.body, IncidentOpened) or getattr(record.body, "num_times", 0) > 1
+        for record in records
+    )
     assert state.num_faults <= num, "more faults than incidents"
     most_s = sum(world.nodes.values()) * (records[-1].at_s - records[0].at_s)
     assert 0 <= state.observed_slot_s <= most_s, "more slot time than elapsed"

@@ -47,6 +47,8 @@ class Environment:
         """output -> (generation, order seq) and path of the checkpoint published last."""
         self.printed: dict[int, int] = {}
         """Task -> iterations in a command's own checkpoint."""
+        self.answers: dict[str, int] = {}
+        """Node -> the incarnation that lives there, so that it answers probes."""
         self.gone_on: dict[int, list[tuple[int, int]]] = {}
         """Task -> (generation, step version) of every resume of a member."""
         self.violations: list[str] = []

@@ -24,6 +24,7 @@ from unicron.events.errors import Ambiguous, Conflict, Fenced, SpecError, Unavai
 from unicron.events.log.port import Rejected
 from unicron.events.log.redis_streams import RedisLog
 from unicron.events.records import reports as r
+from unicron.events.records.decisions import IncidentEscalated, IncidentOpened
 from unicron.events.records.envelope import Record
 from unicron.events.records.orders import StopRank
 from unicron.events.records.types import Body
@@ -136,7 +137,20 @@ class World:
             if isinstance(record.body, r.RankAdopted):
                 task = self.witness.state.tasks.get(record.body.task)
                 self.counts["late scripts taken"] += task is not None and task.may_adopt
+            self._is_gone(record)
             self.saw(record, self.witness.see(record))
+
+    def _is_gone(self, record: Record) -> None:
+        """Check that a node that is lost because no other reaches it has died: neither a cut link
+        nor a stopped agent is enough."""
+        body, state = record.body, self.witness.state
+        if not isinstance(body, IncidentOpened | IncidentEscalated) or not body.node:
+            return
+        node = state.nodes.get(body.node)
+        if node is not None and node.unreached_seq in body.evidence and node.unreached_seq:
+            self.counts["nodes lost by probes"] += 1
+            if self.cluster.net.answers.get(node.name) == node.incarnation:
+                self.cluster.net.never(f"{node.name} is lost, but lives: seq {record.seq}")
 
     def saw(self, record: Record, row: str) -> None:
         """Called for each appended record, with its row of the transition table (or "")."""

@@ -14,6 +14,7 @@ from ...events.log.port import SentOrder
 from ...events.log.redis_streams import RedisLog
 from ...events.process_identity import boot_id
 from ...events.records.order_format import ORDER_FORMAT_VERSION
+from ...events.records.orders import ProbeNode
 from ...events.records.reports import (
     AGENT_STOPS,
     AgentRestarted,
@@ -36,6 +37,7 @@ from .health.health_monitor import HealthMonitor, HealthSources
 from .monitoring.output_reader import LOOK_S as READ_S
 from .monitoring.rank_monitor import WATCH_S
 from .order_executor import OrderExecutor
+from .prober import Prober
 from .processes.launcher import MARKER, NodeConfig, unlimited
 from .processes.shim import NODE, Shim, ShimLost
 
@@ -89,6 +91,8 @@ class Agent:
         self._shim = shim
         self._restart = restart
         self._has_joined = False
+        self._is_successor = bool(spool.last)
+        """It goes on with the incarnation of a former agent."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set.
@@ -130,9 +134,10 @@ class Agent:
                 self._spool,
                 health.killed if health else None,
             )
+            prober = Prober(node.name, node.incarnation, self._outbox.put, group)
             try:
                 ranks.adopt()
-                orders = group.create_task(self._follow(ranks), name="orders")
+                orders = group.create_task(self._follow(ranks, prober), name="orders")
                 heeds = [_begin(group, "health", health.run)] if health else []
                 loops = self._begin_loops(group, ranks)
                 await stop.wait()
@@ -171,7 +176,7 @@ class Agent:
     def _tell_joined(self, store: CheckpointStore) -> None:
         """The first report: this incarnation begins, or goes on with a new agent."""
         node = self._node
-        if self._spool.last:
+        if self._is_successor:
             self._spool.resume()
             self._outbox.put(
                 AgentRestarted(
@@ -197,6 +202,7 @@ class Agent:
                 boot_id=boot_id(),
                 order_format=ORDER_FORMAT_VERSION,
                 unlimited=unlimited(node.limits),
+                probe_port=node.probe_port,
             )
         )
 
@@ -254,12 +260,16 @@ class Agent:
         )
         return store
 
-    async def _follow(self, ranks: OrderExecutor) -> None:
+    async def _follow(self, ranks: OrderExecutor, prober: Prober) -> None:
         """Execute this node's orders from the first one on, each once, in order of epoch and seq: a
         log that has lost records uses their seqs again. No order is passed over for a shortage."""
-        cursor, last = "0-0", (0, 0)
+        cursor, last, is_first = "0-0", (0, 0), not self._is_successor
 
         async def execute(order: SentOrder, again: bool) -> None:
+            if isinstance(probe := order.record.body, ProbeNode):
+                if is_first or not again:  # else a former agent has made it
+                    prober.execute(order, probe)
+                return
             ranks.execute(order.record, order.store_keys, stale=not self._has_joined, again=again)
 
         while True:

@@ -23,6 +23,7 @@ from ...events.file_lock import FileLock, Held
 from ...events.log.identity import Keys, only_key, store_secret, with_credentials
 from ...events.log.redis_streams import RedisLog
 from ...events.network_address import url_parts
+from ...events.node_probe import probe_secret
 from ...events.process_log import configure_logging
 from ...events.records.types import Labels
 from ...events.secret_environment import REDIS_URL, TOKEN, URL, remove_secrets
@@ -48,6 +49,7 @@ from .delivery.spool import Spool, load_spool
 from .health import kubernetes
 from .health.custom_checks import CheckOptions
 from .health.health_monitor import HealthSources
+from .prober import NO_PORT, answer_probes
 from .processes.launcher import MARKER, RANK_ARGV, NodeConfig, marker_prefix
 from .processes.shim import CHECK, NODE, ZYGOTE, Shim, ShimLost
 
@@ -131,6 +133,8 @@ class AgentOptions(Struct, frozen=True, kw_only=True):
     """The log may be used unencrypted on another host."""
     run_as: str = ""
     """The user of the ranks; empty: that of the agent."""
+    probe_port: int | None = None
+    """The UDP port at which probes are answered. None: the first free one from 8430 on; 0: none."""
     drain_s_max: float = 0.0
     """How long a stopping agent waits for its ranks to leave; 0: it ends them at once."""
 
@@ -226,7 +230,7 @@ async def _run(
                 shim.end()
                 return await _run(options, lock, secrets, run_as)
             shim.hold(NODE, msgpack.encode(note))
-            shim.serve(node.gone_s)
+            node = _serve_node(shim, node, options, joined, is_new=not former)
             spool, left = open_spools(state_dir / "agents", node.name, node.source)
             sources = (
                 None
@@ -320,6 +324,18 @@ def _node(
         limits=Limits(joined.rank_pids_max, joined.rank_memory_bytes_max),
         store_secret=store_secret(bytes.fromhex(joined.key)),
     )
+
+
+def _serve_node(
+    shim: Shim, node: NodeConfig, options: AgentOptions, joined: Joined, *, is_new: bool
+) -> NodeConfig:
+    """From now on the shim holds the node's ranks, and answers probes at `probe_port`. An agent
+    that goes on with an incarnation cannot tell of a new port."""
+    shim.serve(node.gone_s)
+    port = options.probe_port if is_new else NO_PORT
+    secret = probe_secret(bytes.fromhex(joined.key), node.incarnation)
+    port = answer_probes(shim, options.host, port, secret)
+    return msgspec.structs.replace(node, probe_port=port)
 
 
 def _note(node: NodeConfig, options: AgentOptions) -> dict[str, object]:

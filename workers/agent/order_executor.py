@@ -18,7 +18,7 @@ from ...events.records.codec import UnknownBody
 from ...events.records.envelope import Record
 from ...events.records.types import Body
 from ...events.shortage import errno_of, outlast
-from ...events.timing import REAP_S_MAX, STOP_GRACE_S
+from ...events.timing import REAP_S_MAX, STACKS_S_MAX, STOP_GRACE_S
 from ..host import linux
 from ..ipc.pipe_protocol import Adopted, Frame
 from ..ipc.progress_page import ProgressPage
@@ -26,6 +26,7 @@ from ..ipc.violation import Violation
 from .checkpoint_store import CheckpointStore
 from .delivery.outbox import Put
 from .delivery.spool import NO_SLOT, Spool
+from .monitoring import kept_stacks
 from .monitoring.flight_recorder_dumps import Dumps, DumpTrigger, request_dumps
 from .monitoring.output_reader import OutputReaders
 from .monitoring.rank_monitor import RankMonitors
@@ -117,7 +118,7 @@ class OrderExecutor:
                 self._start(order, record, store_keys)
             case orders.StopRank() as order:
                 if (rank := self._ranks.get((order.task, order.rank, order.attempt))) is not None:
-                    self._stop(rank, order.grace_s)
+                    self._end(rank, order)
             case orders.PublishCheckpoint():
                 self._execute(record, store_keys, stale, again=True)
             case _:
@@ -175,7 +176,7 @@ class OrderExecutor:
             case orders.StopRank() as order:
                 rank = self._ranks.get((order.task, order.rank, order.attempt))
                 if rank is not None:
-                    self._stop(rank, order.grace_s)
+                    self._end(rank, order)
                 elif not stale:
                     # Its StartRank was withdrawn before it could arrive, or the rank has exited.
                     self._refuse(record.seq, "there is no such rank")
@@ -333,6 +334,31 @@ class OrderExecutor:
             self._run_rank(rank), f"task {order.task} rank {order.rank}.{order.attempt}"
         )
         return rank
+
+    def _end(self, rank: RankAttempt, order: orders.StopRank) -> None:
+        """End a rank; keep what it does first, if the order says so and it is the first one."""
+        is_alive = rank.process is not None and not rank.process.has_ended
+        if order.keeps_stacks and is_alive and rank.stop_at is None and not rank.is_kept:
+            rank.is_kept = True
+            name = f"stacks of task {order.task} rank {order.rank}.{order.attempt}"
+            self._spawn_task(self._keep_and_stop(rank, order.grace_s), name)
+        else:
+            self._stop(rank, order.grace_s)
+
+    async def _keep_and_stop(self, rank: RankAttempt, grace_s: float) -> None:
+        """Whatever goes wrong with its stacks, the rank is ended in time."""
+        mark = self.watch.mark_in_words(rank.key)
+        variables = environment(rank.order, self._node, os.environ)
+        keeping = asyncio.ensure_future(kept_stacks.keep(rank, mark, self._node.run_as, variables))
+        try:
+            await asyncio.wait((keeping,), timeout=STACKS_S_MAX)
+            if keeping.done():
+                self._report(keeping.result(), None)
+        except (OSError, ValueError, RuntimeError) as error:
+            _log.warning("what a rank did is not kept", rank=rank.order.rank, why=str(error))
+        finally:
+            keeping.cancel()
+            self._stop(rank, grace_s)
 
     def _stop(self, rank: RankAttempt, grace_s: float) -> None:
         stop_at = self._loop.time() + grace_s

@@ -1,5 +1,5 @@
 """Diagnosis of error text, step times and flight-recorder dumps.
 
-Read `classifier`, `step_time`, then `flight_recorder` and `hang_locator`. All is pure
+Read `classifier`, `step_time`, then `flight_recorder`. All is pure
 but `dump_files`, which reads dumps from disk. Imports `rules`.
 """

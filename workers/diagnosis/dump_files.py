@@ -17,10 +17,11 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 import msgspec
 from msgspec import Meta, Struct
 
+from ...events.collectives import Dump, Job
 from ...events.decoding import from_json
 from ...events.errors import UsageError
 from ...events.regular_files import read_regular
-from .flight_recorder import Dump, Job, NotADump, read
+from .flight_recorder import NotADump, read
 
 FILE_BYTES_MAX = 256 << 20
 """A dump has about 1 KB per entry, 10 KB with stacks; torch keeps 2,000 entries."""

@@ -27,6 +27,7 @@ from ...events.bounded_file import BoundedFiles
 from ...events.decoding import Decoder
 from ...events.errors import UsageError
 from . import linux, rank_cgroups, rank_user
+from .probe_port import ProbePort
 
 T = TypeVar("T")
 FIRST_S_MAX = 120.0
@@ -54,12 +55,14 @@ class Served(Struct, frozen=True, tag=True):
 class Held(Struct, frozen=True, tag=True):
     """Hold the files that come with this message under a key, and a note, until Reap or Release.
     `pid`: a child of the shim, 0 if the files are of no process. `bytes_max`: the note is the path
-    of an output, which may take so much of its disk while the key is held. The reply is empty."""
+    of an output, which may take so much of its disk while the key is held. `answers`: the file is a
+    socket at which the shim answers probes, with the note as secret. The reply is empty."""
 
     key: str
     note: bytes = b""
     pid: int = 0
     bytes_max: int = 0
+    answers: bool = False
 
 
 class Start(Struct, frozen=True, tag=True):
@@ -152,6 +155,7 @@ class _Entry:
         self.files = files
         self.popen = popen
         """Kept until the process is reaped: without references, Popen would reap it."""
+        self.probes: ProbePort | None = None
 
 
 class _Shim:
@@ -179,6 +183,8 @@ class _Shim:
                     self._accept()
                 elif key.fileobj is self._agent:
                     self._serve()
+                elif isinstance(key.data, ProbePort):
+                    key.data.answer()
 
     def _accept(self) -> None:
         """A new agent has the node's lock: the former one is dead. Without a descriptor for its
@@ -255,7 +261,10 @@ class _Shim:
         self, held: Held, files: list[int], popen: subprocess.Popen[bytes] | None = None
     ) -> None:
         self._release(held.key)
-        self._entries[held.key] = _Entry(held, files, popen)
+        self._entries[held.key] = entry = _Entry(held, files, popen)
+        if held.answers:
+            entry.probes = ProbePort(files[0], held.note)
+            self._ready.register(files[0], selectors.EVENT_READ, entry.probes)
         if held.bytes_max:
             self._outputs.add(held.key, Path(os.fsdecode(held.note)), held.bytes_max)
 
@@ -263,6 +272,9 @@ class _Shim:
         entry = self._entries.pop(key, None)
         self._outputs.drop(key)
         if entry is not None:
+            if entry.probes is not None:
+                self._ready.unregister(entry.files[0])
+                entry.probes.close()
             for file in entry.files:
                 os.close(file)
             if entry.popen is not None:

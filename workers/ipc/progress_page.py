@@ -10,8 +10,9 @@ and does not map it: a page of an agent of 0.3.0 has no seals, and one that its 
 end a process that has it mapped.
 
 Layout: two places for the newest mark, written in turn, so that one is always complete; then a ring
-of the last finished iterations. A complete record begins and ends with the same counter. Times are
-of CLOCK_MONOTONIC, which is the same for all processes of a host.
+of the last finished iterations. A complete record begins and ends with the same counter. After
+these PAGE_BYTES come the rows of the rank's groups (group_rows.py); a page of version 1 ends before
+them. Times are of CLOCK_MONOTONIC, which is the same for all processes of a host.
 """
 
 import fcntl
@@ -25,9 +26,13 @@ from typing import Any, Literal, NamedTuple
 
 from ..diagnosis.step_time import Kind
 from ..host.cpu_wait import CpuWait
+from . import group_rows
+from .group_rows import Progress, RowsWriter
 from .violation import Violation
 
 PAGE_BYTES = 4096
+"""Of version 1: what a page of every version begins with."""
+FILE_BYTES = PAGE_BYTES + group_rows.BYTES
 RING_NUM = 60
 _MARK = struct.Struct("<QqqI4xBB16sdddQ")
 _DONE = struct.Struct("<QqqddBQ")
@@ -50,6 +55,8 @@ OWN_CODE: Phase = 1
 """The rank's own work."""
 COLLECTIVE_CODE: Phase = 2
 """Waiting for other ranks."""
+PHASES = ("outside training", "its own work", "a collective")
+"""Their words, by code."""
 
 
 class Mark(NamedTuple):
@@ -66,6 +73,15 @@ class Mark(NamedTuple):
     at_s: float
     began_s: float
     waited_s: float
+
+    def in_words(self, now_s: float) -> str:
+        """For example `iteration 36: forward, its own work, for 4.1 s; 2 collectives entered`."""
+        phase = PHASES[self.phase]
+        since = f"for {max(now_s - self.at_s, 0.0):.3g} s"
+        return (
+            f"iteration {self.iteration}: {self.what}, {phase}, {since}; "
+            f"{self.collective} collectives entered"
+        )
 
 
 class FinishedIteration(NamedTuple):
@@ -85,9 +101,14 @@ class ProgressWriter:
 
     def __init__(self, fd: int = -1) -> None:
         self._page: mmap.mmap | None = None
+        self.rows: RowsWriter | None = None
+        """What the rank has entered in each group; None: the page has no room for it."""
         if fd >= 0:
-            self._page = mmap.mmap(fd, PAGE_BYTES)
+            has_rows = os.fstat(fd).st_size >= FILE_BYTES
+            self._page = mmap.mmap(fd, FILE_BYTES if has_rows else PAGE_BYTES)
             os.close(fd)
+            if has_rows:
+                self.rows = RowsWriter(self._page, PAGE_BYTES)
         self._num = self._num_done = 0
         self._generation = self._iteration = 0
         self._collective = 0
@@ -105,6 +126,8 @@ class ProgressWriter:
         self._waited_s = self._starved_s = 0.0
         if self._page is not None:
             self._starved_from_s = self._cpu_wait.in_s()
+        if self.rows is not None:
+            self.rows.begin_iteration()
         self._phase = OWN_CODE
         self._began_s = time.monotonic()
         self.mark("begin", OWN_CODE)
@@ -174,8 +197,9 @@ class ProgressPage:
         self.fd = fd
         if fd < 0:
             self.fd = os.memfd_create("unicron-pulse", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(self.fd, PAGE_BYTES)
+            os.ftruncate(self.fd, FILE_BYTES)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+        self._has_rows = os.fstat(self.fd).st_size >= FILE_BYTES
 
     def mark(self) -> Mark | None:
         """The newest complete mark; None if there is none yet."""
@@ -218,6 +242,20 @@ class ProgressPage:
             return found
         kept = (_done(ring, num) for num in range(RING_NUM))  # it was overwritten since
         return sorted(done for done in kept if done is not None and done.num > after)
+
+    def groups(self) -> Progress | None:
+        """What the rank has entered in its groups; None: a page of version 1, or its rank, does not
+        say it."""
+        if not self._has_rows:
+            return None
+        first, again = (self._copy(PAGE_BYTES, group_rows.BYTES) for _ in range(2))
+        return group_rows.read(first, again, time.monotonic())
+
+    def num_entered(self) -> int:
+        """A number that changes with each operation that the rank enters."""
+        if not self._has_rows:
+            return 0
+        return group_rows.num_entered(self._copy(PAGE_BYTES, group_rows.BYTES))
 
     def close(self) -> None:
         """A second call does nothing."""

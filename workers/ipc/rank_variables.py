@@ -6,6 +6,9 @@ NEEDED = {
     # On an NCCL error torch must neither exit nor block the process: the rank reports and waits.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # Nor at a CUDA error that its watchdog sees first: the training thread gets the same error, and
+    # the rank reports it.
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     # The rank writes its dumps itself. A thread of torch would ask the store every second whether
     # to write one, and fill the log when the store's connection is gone.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",

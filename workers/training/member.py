@@ -19,13 +19,16 @@ from ...events.records.types import SaveKind
 from ...events.spec.job import Train, is_url
 from ...events.spec.model import Axes
 from ...events.spec.parallelism import coordinates, layout_in_words, num_positions, replica
+from ..diagnosis.classifier import classify
 from ..host import output_owner
 from ..ipc.progress_page import OUTSIDE_CODE, ProgressWriter
 from .checkpoint import checkpoint, memory_checkpoint
 from .checkpoint.final_save import save_at_end
 from .checkpoint.memory_checkpoint import StoreOrder
 from .checkpoint.saver import Format, OwnFormat, Save, Saver, can_save
+from .communicators import counting
 from .communicators.communicators import ABORTED, Communicators
+from .communicators.nccl_errors import NcclError
 from .model import cpu_device, determinism, training_state
 from .model import trainee as model
 from .model.megatron_engine import MegatronEngine
@@ -60,6 +63,10 @@ def expected_position(start: StartRank, train: Train) -> tuple[Axes, int]:
     return axes, place % num_positions(axes)
 
 
+def _host(environment: Mapping[str, str]) -> str:
+    return environment.get("UNICRON_HOST", "127.0.0.1")
+
+
 class Member:
     """One rank's process, from RankReady to RankFinished. `generation` is the newest that an order
     named, `joined` whether the member is in it. Outside a generation, the member keeps its state
@@ -83,10 +90,10 @@ class Member:
         )
         self.trace.note("start", 0, NO_STATE)
         self.pulse = pulse
+        counting.count_in(pulse.rows)
         self.recorder = Recorder(start.task, start.rank)
         control.write_dump = self.recorder.start_write
-        self.generation = 0
-        self.joined = False
+        self.generation, self.joined = 0, False
         self.members: tuple[int, ...] = ()
         self.nodes: tuple[str, ...] = ()
         self.axes = Axes()
@@ -98,7 +105,7 @@ class Member:
         if torch.cuda.is_available():
             torch.cuda.set_device(start.slot.index % torch.cuda.device_count())
         device = cpu_device.prepare_device()
-        self.communicators = Communicators(environment.get("UNICRON_HOST", "127.0.0.1"), device)
+        self.communicators = Communicators(_host(environment), device, self._tell_nccl_error)
         self.communicators.on_groups = work.on_groups
         self._owner = output_owner.of_rank(
             environment, start.task, start.spec.name, self.train.output
@@ -479,6 +486,22 @@ class Member:
             self._report_failed(ended)
         self._leave()
         return False
+
+    def _tell_nccl_error(self, generation: int, error: NcclError) -> None:
+        """NCCL reports an error of a group, in another thread: its collectives will not end. The
+        training thread waits in one, until an order to stop interrupts it."""
+        verdict = classify(error.words)
+        self.control.tell(
+            reports.CollectiveFailed(
+                **self._ids,
+                generation=generation,
+                iteration=max(self.step_version, 0),
+                error=bounded(f"{error.role}: {error.words}", "", WHY_CHARS_MAX, end=False),
+                status=verdict.status,
+                rule=verdict.rule,
+                peer=verdict.peer,
+            )
+        )
 
     def _report_failed(self, failed: Failed) -> None:
         verdict = failed.verdict

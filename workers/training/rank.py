@@ -35,6 +35,7 @@ from ..ipc.pipe_protocol import Adopted, Frame, Unpacker, pack
 from ..ipc.progress_page import ProgressWriter
 from .process.control_thread import EXIT_AGENT_GONE, RECEIVE_BYTES, Control
 from .process.exit_report import ExitReporter, exit_process
+from .process.stack_answer import answer
 
 FLIGHT_ENTRIES_NUM_MAX = 512
 """Entries in torch's flight recorder. At some 500 bytes each, a dump stays well under 1 MB."""
@@ -92,6 +93,7 @@ def connect_agent(fd: int) -> tuple[Control, StartRank, ExitReporter]:
     assert isinstance(order, StartRank), f"{type(order).__name__} before StartRank"
     control = Control(connection, order.rank, unpacker)
     control.start(early_frames)
+    answer(os.environ)
     exit_reporter = ExitReporter(control, order)
     sys.excepthook = exit_reporter.report
     threading.excepthook = exit_reporter.report_thread

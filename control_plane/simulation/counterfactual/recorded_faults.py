@@ -131,9 +131,9 @@ class FaultReader:
                 if at_s < self._stop_orders_s.get(key, at_s) and body.task in state.tasks:
                     self._losses.append((ProcessLoss(record.occurred_s, record.seq, "", key), node))
             case d.IncidentOpened():
-                failed = [self._failed[seq] for seq in body.evidence if seq in self._failed]
-                if body.severity == "SEV3" and failed and len(failed) == len(body.evidence):
-                    self._network(failed, body.status, body.node)
+                self._on_incident(body)
+            case d.IncidentEscalated() if body.num_times:  # the fault has come back
+                self._on_incident(body)
             case d.TaskEnded() if body.outcome != "cancelled":
                 self._events.append(
                     OperatorRequest(
@@ -190,6 +190,11 @@ class FaultReader:
             if any(rank.slot.node == body.node for rank in task.ranks.values())
         )
         self._unreachable[body.node] = SilentNode(from_s, record.at_s, record.seq, tasks, body)
+
+    def _on_incident(self, body: d.IncidentOpened | d.IncidentEscalated) -> None:
+        failed = [self._failed[seq] for seq in body.evidence if seq in self._failed]
+        if body.severity == "SEV3" and failed and len(failed) == len(body.evidence):
+            self._network(failed, body.status, body.node)
 
     # --- processes ------------------------------------------------------------------------------
     def _on_collective_failed(

@@ -17,6 +17,8 @@ CASES = (
     "exception",
     "agent_killed",
     "network_cut",
+    "node_lost_no_reset",
+    "node_lost_after_reconfiguration",
     "rank_stopped",
     "gil_held",
     "rank_looping",
@@ -34,12 +36,14 @@ NEVER_NUM = 3
 
 
 class Trial(NamedTuple):
-    """One fault and its detection time. `detect_s` None: nothing was reported, see `why`."""
+    """One fault and its detection time. `detect_s` None: nothing was reported, see `why`.
+    `iteration_s`: how long an iteration took then, where it matters."""
 
     case: str
     system: str
     detect_s: float | None
     why: str = ""
+    iteration_s: float | None = None
 
 
 class NotStruck(Exception):

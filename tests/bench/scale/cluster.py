@@ -47,7 +47,9 @@ class Watch:
         self.training: set[int] = set()
         """Tasks that have made progress in their newest generation."""
         self.open_incidents: dict[int, int] = {}
-        """Incident -> its task."""
+        """Incident -> its task. Of a recovering one the task is whole."""
+        self.tasks: dict[int, int] = {}
+        """Incident -> its task, of all incidents."""
         self.unreachable: set[str] = set()
 
     @property
@@ -82,8 +84,10 @@ class Watch:
                 if (latest := self.latest.get(task)) and latest.generation == number:
                     self.training.add(task)
             case d.IncidentOpened(task=task):
-                self.open_incidents[record.seq] = task
-            case d.IncidentClosed(of=incident):
+                self.open_incidents[record.seq] = self.tasks[record.seq] = task
+            case d.IncidentEscalated(of=incident, num_times=num) if num:
+                self.open_incidents[incident] = self.tasks[incident]
+            case d.IncidentRecovering(of=incident) | d.IncidentClosed(of=incident):
                 self.open_incidents.pop(incident, None)
             case r.NodeUnreachable(node=node):
                 self.unreachable.add(node)

@@ -51,6 +51,7 @@ PLAIN = {
     "slots",
     "tasks",
     "incidents_open",
+    "incidents_recovering",
     "needs_person",
     "failed_saves",
 }

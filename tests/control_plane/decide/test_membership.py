@@ -137,7 +137,7 @@ def test_a_lost_rank_leaves_a_replica_and_a_standby(d: Driver) -> None:
     grown = the(o.Reconfigure, d.obey([lost[-1]]))
     assert grown.axes == Axes(tp=2, dp=2)
     assert seats(grown) == [2, 3, 0, 1]
-    assert the(decisions.IncidentClosed, d.progress(task)).outcome == "healed"
+    assert the(decisions.IncidentClosed, d.heal(task)).outcome == "healed"
 
 
 def test_survivors_of_two_replicas_form_one(d: Driver) -> None:

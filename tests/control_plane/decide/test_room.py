@@ -45,7 +45,7 @@ def test_survivors_of_a_fault_train_on_and_the_process_comes_with_the_room(
     records = room(d)
     assert the(o.StartRank, records).rank == 2
     d.obey(records)
-    d.progress(task)
+    d.heal(task)
     assert (task_of(d, task).healed, task_of(d, task).iterations_lost) == (1, 0)
 
 

@@ -289,7 +289,7 @@ def test_the_order_names_each_store_of_a_generation(d: Driver) -> None:
         ("n1", 10, 1, "n1:1"),
         ("n2", 10, 1, "n2:1"),
     ], "the stores may have step 10 or newer"
-    d.progress(task)
+    d.heal(task)
     closed = the(decisions.IncidentClosed, d.log[-10:])
     assert closed.iterations_lost == 11
     assert copies(d, task) == [("n1", 20), ("n2", 10), ("n2", 20)], "the checkpoints still count"
@@ -411,7 +411,7 @@ def test_an_incident_has_the_farthest_origin_and_all_bytes() -> None:
     came(d, order, 0, "copy", "n2", 12)
     came(d, order, 1, "peer", "n2", 10)
     d.steps[task] = 4
-    closed = the(decisions.IncidentClosed, d.progress(task))
+    closed = the(decisions.IncidentClosed, d.heal(task))
     assert (closed.origin, closed.origin_node, closed.received_bytes) == ("copy", "n2", 22)
     assert (closed.iterations_lost, closed.ckpt_read) == (2, False)
 
@@ -426,7 +426,7 @@ def test_the_origin_is_that_of_the_last_attempt() -> None:
     came(d, order, 1, "peer", "n1", 10)
     came(d, order, 0, "copy", "n2", 12)
     d.steps[task] = 4
-    closed = the(decisions.IncidentClosed, d.progress(task))
+    closed = the(decisions.IncidentClosed, d.heal(task))
     assert (closed.origin, closed.origin_node, closed.ckpt_read) == ("copy", "n2", False)
     assert closed.received_bytes == 34
 

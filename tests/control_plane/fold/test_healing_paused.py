@@ -47,7 +47,7 @@ def test_resuming_carries_out_the_suppressed_orders(d: Driver, task: int) -> Non
     assert "StartRank" in orders(records)
     assert task_of(d, task).withheld == ""
     d.obey(records)
-    d.progress(task)
+    d.heal(task)
     assert (task_of(d, task).healed, task_of(d, task).iterations_lost) == (1, 0)
 
 

@@ -83,7 +83,7 @@ def test_a_member_that_dies_while_new_ranks_start(d: Driver, task: int) -> None:
     d.progress(task)
     d.obey(starts)
     assert [x.rank for x in task_of(d, task).members] == [0, 1, 4, 5]
-    assert the(decisions.IncidentClosed, d.progress(task)).iterations_lost == 0
+    assert the(decisions.IncidentClosed, d.heal(task)).iterations_lost == 0
 
 
 def placed(d: Driver, task: int, *seats: t.Seat) -> None:
@@ -230,8 +230,9 @@ def test_too_few_survivors_save_at_once(d: Driver) -> None:
     assert kinds(gone) == ["StopRank"] * 4
     d.obey(gone)
     d.obey(d.join("n1", incarnation=2))
-    assert the(decisions.IncidentClosed, d.progress(task)).iterations_lost == 0
+    d.progress(task)
     assert task_of(d, task).iteration == 5
+    assert the(decisions.IncidentClosed, d.heal(task)).iterations_lost == 0
 
 
 def test_the_rank_with_the_most_steps_saves(d: Driver) -> None:
@@ -264,7 +265,7 @@ def test_if_the_saving_rank_dies_another_saves(d: Driver) -> None:
     d.obey(second)
     assert task_of(d, task).phase == "idle"
     d.obey(d.tell("operator/undrain", r.NodeUndrained(node="n2")))
-    assert the(decisions.IncidentClosed, d.progress(task)).iterations_lost == 0
+    assert the(decisions.IncidentClosed, d.heal(task)).iterations_lost == 0
 
 
 def test_a_heavier_task_gets_the_slots_after_the_save(d: Driver) -> None:
@@ -368,3 +369,18 @@ def test_a_granted_slot_stays_granted_while_it_is_vacated(d: Driver) -> None:
     d.obey(stops)
     check_trains(d, alpha)
     assert [member.rank for member in task_of(d, alpha).members] == [target[0].rank]
+
+
+@pytest.mark.parametrize("order", [("sleep", "train"), ("train", "sleep")])
+def test_in_a_tie_the_task_that_trains_keeps_its_slots(order: tuple[str, str]) -> None:
+    """A node of both is drained; the rates are equal, but a command's is nominal."""
+    d, small = Driver(nodes=2, slots=4), {"min": 1, "max": 4}
+    for name in order:
+        if name == "train":
+            d.running(spec(name=name, slots=small))
+        else:
+            d.submit(spec(name=name, train=None, command=["sleep", "9"], slots=small))
+            d.obey(d.log[-8:])
+    d.obey(d.tell("operator/1", r.NodeDrained(node="n2")))
+    slots = {it.spec.name: len(it.target) for it in d.state.tasks.values()}
+    assert slots == {"train": 4, "sleep": 0}

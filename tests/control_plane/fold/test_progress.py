@@ -339,10 +339,12 @@ def test_skipped_iterations_count_once(d: Driver, task: int) -> None:
 
 # --- iterations that a command repeats after a restart -------------------------------------------
 def failed(d: Driver, task: int) -> decisions.IncidentClosed:
-    """Rank 0 dies, and all ranks start again. No line is printed yet."""
+    """Rank 0 dies, and all ranks start again. No line is printed for so long that this counts."""
     new = d.exit(task, 0)
     while any(isinstance(one.body, o.StopRank | o.StartRank) for one in new):
         new = d.obey(new)
+    (recovering,) = task_of(d, task).recovering
+    d.due(f"recovering/{task}/{recovering}")
     return [one.body for one in d.log if isinstance(one.body, decisions.IncidentClosed)][-1]
 
 

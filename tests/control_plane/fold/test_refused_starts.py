@@ -52,7 +52,7 @@ def test_the_task_is_held_and_told_and_goes_on(d: Driver, command: int, errno: s
     d.obey([start])
     assert needed(d) == []
     assert task_of(d, command).phase == "training"
-    assert task_of(d, command).healed == 1
+    assert len(task_of(d, command).recovering) == 1
 
 
 def test_what_is_wrong_with_the_task_itself_still_counts(d: Driver, command: int) -> None:

@@ -116,7 +116,7 @@ def test_two_nodes_lost_together_are_both_lost_in_time(d: Driver, task: int, fir
     )
     d.obey(late)
     assert [x.rank for x in task_of(d, task).members] == [0]
-    assert the(decisions.IncidentClosed, d.progress(task)).iterations_lost == 0
+    assert the(decisions.IncidentClosed, d.heal(task)).iterations_lost == 0
     assert {d.state.nodes[name].health for name in ("n2", "n3")} == {"lost"}
     assert len(d.state.incidents) == 1
     assert not [x for x in d.state.deadlines if not x.startswith("replace/")]
@@ -133,7 +133,7 @@ def test_two_nodes_lost_together_while_healing_is_paused(d: Driver, task: int) -
     d.tell("operator/freeze", r.HealingFrozen(reason="a change of switches"))
     lose_contact(d, "n3")
     d.obey(d.due(f"silent/{task}/1"))
-    d.progress(task)
+    d.heal(task)
     assert [x.rank for x in task_of(d, task).members] == [0]
     d.obey(d.tell("operator/unfreeze", r.HealingResumed()))
     assert the(decisions.IncidentClosed, d.log[-20:]).iterations_lost == 0
@@ -250,7 +250,7 @@ def test_a_new_rank_does_not_keep_a_task_on_a_lost_node(d: Driver) -> None:
     assert kinds(new) == ["IncidentOpened", "PlanChosen", "Reconfigure"]
     d.steps[task] = 0
     d.obey(new)
-    closed = the(decisions.IncidentClosed, d.progress(task))
+    closed = the(decisions.IncidentClosed, d.heal(task))
     assert (closed.outcome, closed.iterations_lost) == ("set back", 1), "its state was lost"
 
 

@@ -59,7 +59,7 @@ def test_a_stopped_rank_is_ended(d: Driver, task: int) -> None:
         [0, 1, 3, VICTIM],
     ]
     assert task_of(d, task).ranks[VICTIM].attempt == 2
-    closed = the(decisions.IncidentClosed, d.progress(task))
+    closed = the(decisions.IncidentClosed, d.heal(task))
     assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == ("healed", 0, False)
     assert closed.pause_s == pytest.approx(d.now_s - stopped.at_s), "the pause begins at the stop"
 
@@ -107,7 +107,7 @@ def test_two_stopped_ranks_are_one_incident(d: Driver, task: int) -> None:
     assert the(decisions.IncidentOpened, first).ranks == (VICTIM,)
     assert the(decisions.IncidentEscalated, second).ranks == (3,)
     d.obey(first + second)
-    d.progress(task)
+    d.heal(task)
     assert [x.body.outcome for x in only(decisions.IncidentClosed, d.log)] == ["healed"]
     assert task_of(d, task).iterations_lost == 0
 
@@ -136,7 +136,7 @@ def test_a_stopped_rank_that_a_transition_waits_for(d: Driver, task: int) -> Non
     late = d.due(deadline(task))
     assert the(decisions.IncidentEscalated, late).why == WHY
     d.obey([x for x in records if isinstance(x.body, o.StartRank)] + late)
-    d.progress(task)
+    d.heal(task)
     assert the(decisions.IncidentClosed, d.log[-1:]).iterations_lost == 0
     assert {m.rank: m.attempt for m in task_of(d, task).members} == {0: 1, 1: 1, 2: 2, 3: 2}
 
@@ -221,7 +221,7 @@ def test_a_stopped_rank_with_an_error(d: Driver, task: int) -> None:
     assert not only(decisions.IncidentEscalated, late), "its fault is recorded already"
     assert the(o.StopRank, late).rank == VICTIM
     d.obey(records + late)
-    d.progress(task)
+    d.heal(task)
     assert [x.body.outcome for x in only(decisions.IncidentClosed, d.log)] == ["healed"]
 
 
@@ -256,7 +256,7 @@ def test_while_paused_a_stopped_rank_is_only_reported(d: Driver, task: int, how:
     d.progress(task)  # a late report of an iteration before the stop
     assert not only(decisions.IncidentClosed, d.log)
     d.obey(resume(d, how))
-    d.progress(task)
+    d.heal(task)
     assert task_of(d, task).healed == 1
     assert task_of(d, task).ranks[VICTIM].attempt == 2
 
@@ -268,7 +268,7 @@ def test_while_paused_a_rank_may_continue(d: Driver, task: int, how: str) -> Non
     d.due(deadline(task))
     d.now_s += 30
     assert the(decisions.OrderSuppressed, continued(d, task)).what == ""
-    closed = the(decisions.IncidentClosed, d.progress(task))
+    closed = the(decisions.IncidentClosed, d.heal(task))
     assert (closed.outcome, closed.iterations_lost) == ("healed", 0)
     assert closed.pause_s > 30
     assert not only(o.StopRank, resume(d, how))
@@ -297,7 +297,7 @@ def test_a_stop_on_an_unreachable_node_counts_when_it_is_reachable(d: Driver, ta
     d.tell("leader/abc", r.NodeReachable(node="n2", incarnation=1))
     assert deadline(task) in d.state.deadlines
     d.obey(d.due(deadline(task)))
-    d.progress(task)
+    d.heal(task)
     assert task_of(d, task).healed == 1
 
 

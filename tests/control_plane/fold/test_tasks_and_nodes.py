@@ -56,7 +56,7 @@ def test_two_sources_make_a_node_lost(d: Driver, task: int, first: str) -> None:
     more = d.quiesced(task, 1)
     assert [x.rank for x in the(o.Reconfigure, more).members] == [0, 1]
     d.obey(more)
-    assert the(decisions.IncidentClosed, d.progress(task)).outcome == "healed"
+    assert the(decisions.IncidentClosed, d.heal(task)).outcome == "healed"
     # reachable again: its orphaned ranks are stopped before its slots are used
     reachable = d.tell(leader, r.NodeReachable(node="n2", incarnation=1))
     assert kinds(reachable) == [
@@ -98,7 +98,7 @@ def test_a_silent_node_is_lost_when_the_scheduler_says_that_it_is_down(d: Driver
     opened = the(decisions.IncidentOpened, new)
     assert opened.evidence[-1] == d.state.nodes[home].down_seq
     d.obey(new)
-    closed = the(decisions.IncidentClosed, d.progress(task))
+    closed = the(decisions.IncidentClosed, d.heal(task))
     assert closed.pause_s == d.state.at_s - silent_s > 20.0, "from the silence to the next step"
 
 
@@ -118,7 +118,7 @@ def test_an_agent_that_starts_again_has_lost_its_ranks(d: Driver, task: int) -> 
     assert (opened.severity, opened.ranks) == ("SEV2", (2, 3))
     assert {x.body.incarnation for x in only(o.StartRank, new)} == {2}
     d.obey(new)
-    assert the(decisions.IncidentClosed, d.progress(task)).outcome == "healed"
+    assert the(decisions.IncidentClosed, d.heal(task)).outcome == "healed"
 
 
 def test_a_node_that_leaves_is_no_incident(d: Driver, task: int) -> None:
@@ -468,7 +468,7 @@ def test_a_failed_process_restarts_the_whole_command(d: Driver, command: int) ->
     assert kinds(new) == ["IncidentOpened", "StopRank"]
     assert the(o.StopRank, new).why == "another process of the task failed"
     again = d.obey(new)
-    assert kinds(again) == ["StartRank", "StartRank", "IncidentClosed"], "after a pause"
+    assert kinds(again) == ["StartRank", "StartRank", "IncidentRecovering"], "after a pause"
     assert {x.body.port for x in only(o.StartRank, again)} != {
         x.body.port for x in only(o.StartRank, d.log[:12])
     }
@@ -487,7 +487,7 @@ def test_command_fails_for_good(d: Driver, command: int) -> None:
         d.obey(d.exit(command, 0, code=3))
     last = d.exit(command, 0, code=3)
     assert kinds(last) == [
-        "IncidentOpened",
+        "IncidentEscalated",
         "SlotsJudged",
         "IncidentEscalated",
         "IncidentClosed",

@@ -126,7 +126,7 @@ def test_a_killed_rank(d: Driver, task: int) -> None:
     joined = d.obey([lost[-1]])
     assert kinds(joined) == ["Quiesce", "Reconfigure", "Resume"]
     assert the(o.Quiesce, joined).mode == "boundary"
-    closed = the(decisions.IncidentClosed, d.progress(task))
+    closed = the(decisions.IncidentClosed, d.heal(task))
     assert closed.outcome == "healed"
     assert closed.pause_s == pytest.approx(stepped_s - lost[0].at_s)
     assert (closed.kept, closed.dealt, closed.iterations_lost, closed.ckpt_read) == (6, 3, 0, False)
@@ -141,7 +141,7 @@ def test_a_step_on_the_way_to_a_boundary_ends_the_pause(d: Driver, task: int) ->
     d.progress(task)
     stepped_s = d.state.at_s
     d.obey(ready)
-    closed = the(decisions.IncidentClosed, d.progress(task))
+    closed = the(decisions.IncidentClosed, d.heal(task))
     assert closed.pause_s == pytest.approx(stepped_s - lost[0].at_s)
     assert (closed.kept, closed.dealt) == (6, 3)
 
@@ -152,7 +152,7 @@ def test_late_progress_from_before_a_fault_does_not_end_its_pause(d: Driver, tas
     assert task_of(d, task).iteration == 3
     assert d.state.incidents[lost[1].seq].down_since_s == lost[0].at_s
     d.obey(lost, start=False)
-    d.progress(task)
+    d.heal(task)
     assert d.state.incidents[lost[1].seq].pause_s == pytest.approx(d.state.at_s - lost[0].at_s)
 
 
@@ -163,7 +163,7 @@ def test_an_iteration_without_a_finite_loss_counts(d: Driver, task: int) -> None
         d.source("n1"),
         r.LossNotFinite(task=task, generation=it.generation, iteration=1, text="nan"),
     )
-    assert kinds(records) == ["IncidentClosed"]
+    assert kinds(records) == ["IncidentRecovering"]
     assert (it.iteration, it.loss) == (2, None)
 
 
@@ -269,9 +269,9 @@ def test_all_members_lost_start_again_from_the_checkpoint(d: Driver, task: int) 
     assert read == {"gen-1/iter-1"}
     order = the(o.Reconfigure, d.obey(starts))
     assert order.checkpoint == "gen-1/iter-1"
-    closed = the(decisions.IncidentClosed, d.progress(task))
+    closed = the(decisions.IncidentClosed, d.heal(task))
     assert closed.iterations_lost == 5
-    assert (task_of(d, task).iterations_lost, task_of(d, task).iteration) == (5, 2)
+    assert (task_of(d, task).iterations_lost, task_of(d, task).iteration) == (5, 16)
 
 
 def test_a_rank_that_fails_repeatedly_leaves_its_slot(d: Driver, task: int) -> None:
@@ -283,7 +283,7 @@ def test_a_rank_that_fails_repeatedly_leaves_its_slot(d: Driver, task: int) -> N
     assert kinds(last) == [
         "IncidentEscalated",
         "ExperimentBegun",
-        "IncidentClosed",
+        "IncidentRecovering",
         "PlanChosen",
     ]
     assert not d.state.nodes["n2"].slots_disabled
@@ -380,7 +380,7 @@ def test_a_collective_without_a_root_cause_is_retried(d: Driver, task: int) -> N
     assert len(opened.evidence) == 5
     assert [x.rank for x in the(o.Reconfigure, new).members] == [0, 1, 2, 3]
     d.obey(new)
-    assert the(decisions.IncidentClosed, d.progress(task)).outcome == "healed"
+    assert the(decisions.IncidentClosed, d.heal(task)).outcome == "healed"
 
 
 def test_the_root_cause_in_time_makes_one_incident(d: Driver, task: int) -> None:

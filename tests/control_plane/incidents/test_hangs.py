@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from decider import Driver, kinds, only, spec, task_of, the
-from hangs import IN, NORMAL_S, VICTIM, deadline, hung, stalled, went_on
+from hangs import IN, NORMAL_S, VICTIM, deadline, hung, stacks_kept, stalled, went_on
+from msgspec.structs import replace
 from slow_iterations import OTHERS, crawls, waited_for
+from unicron.cli.screens import incident as screen
+from unicron.cli.screens import task as task_screen
+from unicron.control_plane.api.incident_facts import kept_stacks
 from unicron.control_plane.api.view import view
 from unicron.control_plane.incidents.hangs import locate_hang
+from unicron.control_plane.state.incident import NUM_STACKS_MAX, STACK_CHARS_MAX
 from unicron.events.records import decisions, statuses
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
+from unicron.events.records.types import GroupProgress
+from unicron.events.timing import STACKS_S_MAX
 
 
 def test_a_rank_that_did_not_enter_restarts(d: Driver, task: int) -> None:
@@ -34,9 +43,59 @@ def test_a_rank_that_did_not_enter_restarts(d: Driver, task: int) -> None:
         [0, 1, 3, VICTIM],
     ]
     assert not task_of(d, task).stalls
-    closed = the(decisions.IncidentClosed, d.progress(task))
+    closed = the(decisions.IncidentClosed, d.heal(task))
     assert (closed.outcome, closed.iterations_lost, closed.ckpt_read) == ("healed", 0, False)
     assert closed.pause_s > 1.6, "from the stall on"
+
+
+def test_what_a_hung_rank_did_is_kept_before_it_is_ended(d: Driver, task: int) -> None:
+    hung(d, task, VICTIM)
+    stop = the(o.StopRank, d.due(deadline(d, task)))
+    assert stop.keeps_stacks, "its agent keeps its stacks first"
+    name = f"stop/{task}/{VICTIM}/1"
+    assert d.state.deadlines[name].length_s == STACKS_S_MAX + d.state.policy.stop_s_max
+    (kept,) = stacks_kept(d, task, VICTIM)
+    (incident,) = d.state.incidents.values()
+    assert kept.seq in incident.evidence
+    (shown,) = incident.stacks
+    assert (shown.rank, shown.node, shown.path) == (VICTIM, "n2", "/logs/rank-2.attempt-1.stacks")
+    assert len(shown.stack) == STACK_CHARS_MAX, "no agent fills the state"
+    again = the(o.StopRank, d.due(name))
+    assert not again.keeps_stacks, "once is enough"
+
+
+def test_what_it_did_is_told_to_people(d: Driver, task: int) -> None:
+    hung(d, task, VICTIM)
+    d.due(deadline(d, task))
+    stacks_kept(d, task, VICTIM)
+    (incident,) = d.state.incidents.values()
+    shown = view(d.state, now_s=d.now_s)
+    found = kept_stacks(incident, shown["nodes"])
+    host = d.state.nodes["n2"].host
+    assert found[0]["host"] == host
+    lines = screen.stacks(found)
+    assert " ".join(" ".join(lines[:-1]).split()) == (
+        "stack rank 2 on n2, iteration 1, backward; was in sleep (train.py:9) "
+        "< sleep (train.py:9) < sleep (train.py:9) < sleep (train.py:9) < ..."
+    )
+    assert lines[-1] == f"           all threads: {host}:/logs/rank-2.attempt-1.stacks"
+    past = {**task_screen.UNREAD, "read_seq": 0, "last_seq": 0}
+    page = task_screen.task_status(shown, shown["tasks"][0], past, now_s=d.now_s)
+    assert set(lines) <= set(page), "while the incident is open"
+
+
+def test_a_hostile_agent_does_not_fill_an_incident_with_stacks(d: Driver, task: int) -> None:
+    hung(d, task, VICTIM)
+    d.due(deadline(d, task))
+    for _ in range(2 * NUM_STACKS_MAX):
+        stacks_kept(d, task, VICTIM)
+    (incident,) = d.state.incidents.values()
+    assert len(incident.stacks) == NUM_STACKS_MAX
+
+
+def test_a_rank_that_leaves_by_plan_is_ended_at_once(d: Driver, task: int) -> None:
+    records = d.tell("operator/cancel", r.TaskCancelRequested(task=task))
+    assert not any(x.body.keeps_stacks for x in only(o.StopRank, records))
 
 
 def test_nothing_is_decided_before_all_ranks_have_reported(d: Driver, task: int) -> None:
@@ -95,7 +154,7 @@ def test_a_hang_on_the_way_to_a_boundary(d: Driver, task: int) -> None:
     assert the(decisions.IncidentOpened, late).ranks == (VICTIM,)
     assert the(o.Quiesce, late).mode == "now"
     d.obey(late)
-    d.progress(task)
+    d.heal(task)
     assert [x.body.iterations_lost for x in only(decisions.IncidentClosed, d.log)] == [0]
 
 
@@ -112,7 +171,7 @@ def test_two_ranks_behind_both_restart(d: Driver, task: int) -> None:
     late = d.due(deadline(d, task))
     assert the(decisions.IncidentOpened, late).ranks == (1, VICTIM)
     d.obey(late)
-    d.progress(task)
+    d.heal(task)
     assert {m.rank: m.attempt for m in task_of(d, task).members} == {0: 1, 1: 2, 2: 2, 3: 1}
     assert task_of(d, task).healed == 1
 
@@ -166,7 +225,7 @@ def test_a_network_hang_is_retried_in_place(d: Driver, task: int) -> None:
     assert len(opened.evidence) == 5
     assert not only(o.StopRank, late)
     d.obey(late)
-    closed = the(decisions.IncidentClosed, d.progress(task))
+    closed = the(decisions.IncidentClosed, d.heal(task))
     assert (closed.outcome, closed.iterations_lost) == ("healed", 0)
     assert all(m.attempt == 1 for m in task_of(d, task).members)
 
@@ -291,7 +350,7 @@ def test_a_rank_that_dies_during_a_hang_is_the_fault(d: Driver, task: int) -> No
     assert opened.status == "exited abnormally"
     assert not [name for name in d.state.deadlines if name.startswith("hang")]
     d.obey(records)
-    d.progress(task)
+    d.heal(task)
     assert task_of(d, task).healed == 1
 
 
@@ -302,7 +361,7 @@ def test_while_paused_ranks_that_continue_are_left_alone(d: Driver, task: int) -
     assert kinds(late) == ["IncidentOpened", "OrderSuppressed"]
     for rank in range(4):
         went_on(d, task, rank)
-    assert kinds(d.progress(task))[0] == "IncidentClosed"
+    assert kinds(d.heal(task))[0] == "IncidentClosed"
     d.tell("operator/unfreeze", r.HealingResumed())
     assert not only(o.StopRank, d.log)
     assert not only(o.Quiesce, d.log)
@@ -391,7 +450,7 @@ def test_a_rank_in_a_very_slow_iteration_restarts(d: Driver, task: int, last: st
     assert opened.evidence == (*sorted((*waits, slow)), late[0].seq)
     assert the(o.StopRank, late).rank == VICTIM
     d.obey(late)
-    closed = the(decisions.IncidentClosed, d.progress(task))
+    closed = the(decisions.IncidentClosed, d.heal(task))
     assert (closed.outcome, closed.iterations_lost) == ("healed", 0)
     assert not task_of(d, task).slow_iterations
 
@@ -463,10 +522,92 @@ def test_while_paused_a_slow_iteration_that_ends_restarts_no_rank(d: Driver, tas
 
 
 def test_after_repeated_slow_iterations_the_rank_is_left_out(d: Driver, task: int) -> None:
-    for _ in range(d.state.policy.restarts_max + 1):
+    for _ in range(2):
         waited_for(d, task)
         crawls(d, task, VICTIM, 6.4)
         d.obey(d.due(deadline(d, task)))
     assert the(decisions.ExperimentBegun, d.log).status == statuses.TASK_HANG
     assert [list(node.slots_suspected) for node in d.state.nodes.values()] == [[], [0]]
     assert not any(node.slots_disabled for node in d.state.nodes.values())
+
+
+# --- a replica of several ranks: only their groups show who is the cause ---
+def told(d: Driver, task: int, counts: dict[int, tuple[int, int, int]]) -> None:
+    """All ranks of TP 2 x DP 2 stall in their passes. By rank: what it has entered in its tensor
+    group, in its data-parallel group and among all."""
+    for rank, (tp, dp, world) in counts.items():
+        first = rank // 2 * 2
+        groups = (("tp", (first, 2, 1, 1, 0), tp), ("dp_cp", (rank % 2, 2, 2, 1, 0), dp))
+        stalled(
+            d,
+            task,
+            rank,
+            collective=0,
+            groups=tuple(
+                GroupProgress(
+                    key=100 + number,
+                    role=role,
+                    members=members,
+                    entered=entered,
+                    left=entered - 1,
+                    kind="all_reduce",
+                    num_bytes=64,
+                    order=number + 1,
+                    in_s=1.6,
+                )
+                for number, (role, members, entered) in enumerate(
+                    (*groups, ("world", (0, 4, 1, 1, 0), world))
+                )
+            ),
+            are_groups_complete=True,
+            waits=rank != 1,
+        )
+
+
+def test_in_a_replica_the_rank_that_waits_for_nobody_restarts(d: Driver, task: int) -> None:
+    told(d, task, {0: (8, 3, 5), 1: (7, 3, 5), 2: (9, 4, 5), 3: (9, 4, 5)})
+    late = d.due(deadline(d, task))
+    opened = the(decisions.IncidentOpened, late)
+    assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (1,))
+    assert opened.why == (
+        "rank 1 on n1 is stalled after backward in iteration 1: did not enter all_reduce 8 of tp "
+        "(ranks 0 1), which rank 0 entered; it is 1 behind there, its last is 7; 3 others wait"
+    )
+    assert the(o.StopRank, late).rank == 1
+    d.obey(late)
+    closed = the(decisions.IncidentClosed, d.heal(task))
+    assert (closed.outcome, closed.iterations_lost) == ("healed", 0)
+
+
+def test_what_all_have_entered_is_named_in_a_fault_of_the_network(d: Driver, task: int) -> None:
+    told(d, task, dict.fromkeys(range(4), (8, 3, 5)))
+    for rank in range(4):
+        replace_stall(d, task, rank, waits=True)
+    hang = locate_hang(d.state, task_of(d, task))
+    assert hang is not None
+    assert (hang.kind, hang.ranks) == ("network", (0, 1, 2, 3))
+    assert hang.why.endswith(
+        "; all_reduce 5 of world (ranks 0, 1, 2, 3) was entered by all of them and does not end"
+    )
+
+
+def test_groups_that_contradict_the_marks_are_not_believed(d: Driver, task: int) -> None:
+    """Rank 3 says that it works; by the groups it would be rank 1."""
+    told(d, task, {0: (8, 3, 5), 1: (7, 3, 5), 2: (9, 4, 5), 3: (9, 4, 5)})
+    replace_stall(d, task, 3, where="own")
+    hang = locate_hang(d.state, task_of(d, task))
+    assert hang is not None
+    assert hang.ranks == (3,)
+
+
+def test_without_the_groups_of_all_the_marks_decide(d: Driver, task: int) -> None:
+    told(d, task, {0: (8, 3, 5), 1: (7, 3, 5), 2: (9, 4, 5), 3: (9, 4, 5)})
+    replace_stall(d, task, 2, groups=(), are_groups_complete=False)
+    hang = locate_hang(d.state, task_of(d, task))
+    assert hang is not None
+    assert (hang.kind, hang.ranks) == ("network", (0, 1, 2, 3))
+
+
+def replace_stall(d: Driver, task: int, rank: int, **changes: Any) -> None:
+    stalls = task_of(d, task).stalls
+    stalls[rank] = replace(stalls[rank], **changes)

@@ -31,7 +31,7 @@ def rejoin(d: Driver, node: str) -> decisions.IncidentOpened:
 
 
 def pause_s(d: Driver, task: int) -> float:
-    d.progress(task)
+    d.heal(task)
     (closed,) = only(decisions.IncidentClosed, d.log)
     return float(closed.body.pause_s)
 
@@ -106,7 +106,7 @@ def restored(d: Driver, task: int, origin: str, node: str, step: int) -> decisio
     came(d, order, 1, "seed" if seed else "peer", "" if seed else "n1", 10 * (not seed), step)
     came(d, order, 0, origin, node, 12 * (not seed), step)
     d.steps[task] = step
-    closed = the(decisions.IncidentClosed, d.progress(task))
+    closed = the(decisions.IncidentClosed, d.heal(task))
     at_rest(d)
     return closed
 

@@ -123,7 +123,7 @@ def test_indirect_evidence_is_not_the_cause(d: Driver, task: int) -> None:
     d.obey([*first, *records, *late])
     for rank in (1, 2, 3):
         d.obey(d.exit(task, rank, code=1))
-    d.progress(task)
+    d.heal(task)
     assert one.outcome == "healed"
 
 
@@ -226,7 +226,7 @@ def test_an_xid_is_the_root_cause_of_its_ranks_error(d: Driver, task: int) -> No
     ]
     assert "device/n2/" not in " ".join(d.state.deadlines)
     d.obey([*records, *d.exit(task, rank, code=1), *others])
-    d.progress(task)
+    d.heal(task)
     assert len(d.state.incidents) == 1
     assert incident(d).outcome == "healed"
     assert task_of(d, task).iterations_lost == 0

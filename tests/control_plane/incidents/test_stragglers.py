@@ -222,7 +222,7 @@ def test_a_very_slow_rank_restarts_when_another_confirms_it(d: Driver, task: int
     assert opened.evidence == (records[0].seq, late[0].seq)
     assert the(o.StopRank, late).rank == VICTIM
     d.obey(late)
-    closed = the(decisions.IncidentClosed, d.progress(task))
+    closed = the(decisions.IncidentClosed, d.heal(task))
     assert (closed.outcome, closed.iterations_lost) == ("healed", 0)
     assert not d.state.degraded
 

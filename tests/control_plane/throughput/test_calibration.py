@@ -137,6 +137,42 @@ def test_noise_moves_no_task(d: Driver, seed: int) -> None:
     assert decided.count("ThroughputSet") == 2, "alpha's table, and beta's at alpha's scale"
 
 
+def num_tables(d: Driver, task: int, times_s: list[float]) -> int:
+    start = len(d.log)
+    for at in range(0, len(times_s), 5):
+        d.progress(task, times_s=times_s[at : at + 5])
+    return kinds(d.log[start:]).count("ThroughputSet")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_busy_machine_does_not_refill_the_log(d: Driver, seed: int) -> None:
+    """Iterations of 0.2 s that take up to twice as long: 3 minutes of them."""
+    rng, task = random.Random(seed), d.running()
+    assert num_tables(d, task, [0.2 * rng.lognormvariate(0.0, 0.3) for _ in range(900)]) <= 3
+
+
+def test_a_machine_that_is_busy_at_times_sets_its_noise_once(d: Driver) -> None:
+    task = d.running()
+    assert num_tables(d, task, ([0.2] * 40 + [0.27] * 40) * 10) <= 3
+
+
+def test_a_lasting_change_is_told_within_a_window(d: Driver) -> None:
+    rng, task = random.Random(1), d.running()
+    d.progress(task, times_s=[0.2 * rng.lognormvariate(0.0, 0.3) for _ in range(200)])
+    was = rates(d, task)[4]
+    d.progress(task, times_s=[0.6 * rng.lognormvariate(0.0, 0.3) for _ in range(25)])
+    assert rates(d, task)[4] < 0.5 * was
+
+
+def test_a_lasting_change_leaves_no_noise_behind(d: Driver) -> None:
+    task = d.running()
+    d.progress(task, times_s=[0.2] * 30)
+    d.progress(task, times_s=[0.4] * 11)
+    assert rates(d, task)[4] == 2.5e9
+    d.progress(task, times_s=[0.3] * 30)
+    assert rates(d, task)[4] == pytest.approx(1e9 / 0.3)
+
+
 def test_a_task_faster_than_modelled_gets_more_slots(d: Driver) -> None:
     alpha = d.running(spec(slots={"min": 1, "max": 4}))
     beta = d.running(spec(name="beta", slots={"min": 1, "max": 4}))

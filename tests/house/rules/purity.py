@@ -33,7 +33,6 @@ PURE = (
             "rules/",
             "classifier.py",
             "flight_recorder.py",
-            "hang_locator.py",
             "step_time.py",
         )
     ),

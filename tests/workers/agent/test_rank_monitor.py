@@ -37,6 +37,7 @@ from unicron.workers.diagnosis.step_time import LENIENT_S, WINDOW_NUM
 from unicron.workers.host import cpu_wait
 from unicron.workers.host.cpu_wait import NUM_THREADS_MAX, CpuWait
 from unicron.workers.ipc import progress_page as pulse_module
+from unicron.workers.ipc.group_rows import Row, group_of
 from unicron.workers.ipc.progress_page import (
     OUTSIDE_CODE,
     OWN_CODE,
@@ -255,6 +256,32 @@ def test_a_stall_is_reported_once_with_its_place_and_then_its_end(monitored: Mon
     monitored.go(10)
     (stalled,) = monitored.take(RankStalled)
     assert (stalled.where, stalled.collective) == ("collective", 1)
+
+
+def test_a_rank_that_enters_operations_makes_progress(monitored: Monitored) -> None:
+    monitored.iterate(10)
+    (pulse,) = monitored.ranks
+    assert pulse.rows is not None
+    row = Row(group_of("tp", (0, 1)), 3)
+    pulse.begin(1, 50, "usual")
+    for _ in range(10):
+        monitored.go(STALL_S_MIN / 2)
+        pulse.rows.enter(row, 0, 4096)
+    assert monitored.take(RankStalled) == []
+    monitored.go(10)
+    (stalled,) = monitored.take(RankStalled)
+    assert (stalled.where, stalled.are_groups_complete, stalled.waits) == ("own", True, False)
+    (told,) = stalled.groups
+    assert (told.role, told.members, told.entered) == ("tp", (0, 2, 1, 1, 0), 10)
+    assert (told.kind, told.num_bytes, told.left) == ("all_reduce", 4096, 0)
+    monitored.go(10)
+    assert monitored.take(RankStalled) == []
+    pulse.rows.enter(row, 0, 4096)
+    monitored.go(WATCH_S)
+    (ended,) = monitored.take(RankUnstalled)
+    assert ended.stalled_s > 10
+    monitored.go(10)
+    assert len(monitored.take(RankStalled)) == 1
 
 
 def test_the_stall_limit_of_long_iterations_is_three_times_as_long(monitored: Monitored) -> None:

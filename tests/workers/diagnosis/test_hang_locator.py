@@ -27,8 +27,8 @@ from unicron.cli.terminal.format import UNBROKEN
 from unicron.control_plane.api.needs import folders
 from unicron.control_plane.api.view import view
 from unicron.control_plane.history.history import history
+from unicron.control_plane.incidents.hang_locator import HangLocation, locate
 from unicron.workers.diagnosis.flight_recorder import NotADump, read
-from unicron.workers.diagnosis.hang_locator import HangLocation, locate
 
 START_NS = 1_758_600_000_000_000_000
 STEP_NS = 1_000_000

@@ -16,10 +16,10 @@ from agent_driver import new_shim, start
 from guards import unguarded
 from rank_driver import Driver
 from unicron.cli.app import run_command
+from unicron.control_plane.incidents.hang_locator import HangLocation, locate
 from unicron.workers.agent.monitoring import flight_recorder_dumps
 from unicron.workers.agent.processes.pipe import Pipe
 from unicron.workers.diagnosis.dump_files import read_files
-from unicron.workers.diagnosis.hang_locator import HangLocation, locate
 from unicron.workers.ipc.pipe_protocol import Unpacker, WriteDump
 
 RANKS = [0, 1, 2]
@@ -147,6 +147,7 @@ def test_the_agent_requests_a_dump_of_each_rank(tmp_path: Path) -> None:
                 "TORCH_NCCL_ASYNC_ERROR_HANDLING",
                 "TORCH_NCCL_DUMP_ON_TIMEOUT",
                 "TORCH_NCCL_ENABLE_MONITORING",
+                "TORCH_NCCL_RETHROW_CUDA_ERRORS",
             ),
         ),
     ],

@@ -19,6 +19,11 @@ DUMP_INTERVAL_S = 60.0
 _log = structlog.get_logger("agent")
 
 
+def dump_path(folder: Path, rank: int) -> Path:
+    """The file in that folder to which a rank writes its dump."""
+    return folder / f"flight-rank-{rank}.json"
+
+
 def request_dumps(ranks: Iterable[tuple[int, Process | None, Pipe | None]]) -> Dumps:
     """Request a dump from each rank, without waiting; return the paths, for `unicron locate`. A
     rank that is stopped or holds its GIL writes none until it continues: that is evidence too."""
@@ -26,7 +31,7 @@ def request_dumps(ranks: Iterable[tuple[int, Process | None, Pipe | None]]) -> D
     for rank, process, pipe in ranks:
         if process is None or pipe is None:  # a command without a pipe, or not started yet
             continue
-        path = process.folder / f"flight-rank-{rank}.json"
+        path = dump_path(process.folder, rank)
         path.unlink(missing_ok=True)  # the dump of an earlier hang
         if pipe.send(Frame(body=WriteDump(path=str(path)))):
             paths[rank] = path

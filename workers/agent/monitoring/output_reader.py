@@ -122,6 +122,9 @@ class OutputMonitor:
             normal_s=self._monitor.average_s or line.step_s,
             stack=process_state.describe(self._busy_pid, self._before),
             silent_peers=(),
+            groups=(),
+            are_groups_complete=False,
+            waits=False,
         )
 
 

@@ -4,12 +4,14 @@ The monitor itself causes no false alarm: time in which it did not run, or a ran
 does not count. After PAUSE_S of such time every rank gets its full limit again.
 """
 
+import time
 from collections.abc import Callable
 
 from ....events.records.orders import StartRank
 from ....events.records.reports import RankStalled, RankUnstalled, StepTimeChanged
-from ....events.records.types import Body
+from ....events.records.types import Body, GroupProgress
 from ...diagnosis.step_time import WARM_UP_NUM, StepTimeChange, StepTimeMonitor
+from ...ipc.group_rows import Entry, Progress
 from ...ipc.progress_page import COLLECTIVE_CODE, OUTSIDE_CODE, Mark, ProgressPage
 from ..processes.rank_guard import Guard, Key
 from . import process_state
@@ -27,6 +29,9 @@ SLOW_AGAIN_TIMES = 2.0
 """A slow iteration that still runs is reported again when its work took this many times longer."""
 REPORT_S = 10.0
 """Minimum time between two step-time reports of one rank in the same generation."""
+
+NO_GROUPS = Progress((), is_complete=False, waits=False)
+"""Of a rank that does not tell of its groups."""
 
 
 class RankMonitors:
@@ -69,6 +74,14 @@ class RankMonitors:
         if watched is not None:
             watched.page.close()
 
+    def mark_in_words(self, key: Key) -> str:
+        """What a rank does by its page, and for how long; "": it has no page, or is not watched."""
+        watched = self._watched.get(key)
+        with self._guard(key, "page"):
+            mark = watched.page.mark() if watched is not None else None
+            return mark.in_words(time.monotonic()) if mark is not None else ""
+        return ""
+
     def look(self, now_s: float) -> None:
         """Report all changes. `now_s` is the monotonic clock."""
         before_s = self._looked_s
@@ -96,9 +109,10 @@ class RankMonitor:
         """Time before this does not count."""
         self._missed_s = 0.0
         """Time without monitoring since the last mark."""
-        self._newest: tuple[int, float] = (0, 0.0)
-        """The number of the newest mark, and the look before: no mark is older than that, whatever
-        the rank says, so that its stalls are no flood."""
+        self._newest: tuple[int, int, float] = (0, 0, 0.0)
+        """The number of the newest mark, `ProgressPage.num_entered`, and the look before these
+        last changed: no mark is older than that, whatever the rank says, so that its stalls are no
+        flood."""
         self._before: process_state.ProcessState | None = None
         self._stalled: Mark | None = None
         self._reported_s = -REPORT_S
@@ -115,7 +129,8 @@ class RankMonitor:
         """A former agent has reported that the rank stalls. Its end is the next mark."""
         self._stalled = mark = self.page.mark()
         if mark is not None:
-            self._newest, self._generation = (mark.num, 0.0), mark.generation
+            self._newest = (mark.num, self.page.num_entered(), 0.0)
+            self._generation = mark.generation
 
     def exclude(self, from_s: float | None, late_s: float) -> None:
         """Do not count the last `late_s`. If `from_s` is given, count only time after `from_s`."""
@@ -136,15 +151,18 @@ class RankMonitor:
             self._monitor = StepTimeMonitor(self._monitor.average_s)
             self._slow = self._waiting = None
             self._reported_s = -REPORT_S
-        if mark.num != self._newest[0]:
-            self._newest, self._missed_s, self._before = (mark.num, before_s), 0.0, None
+        entered = self.page.num_entered()
+        if (mark.num, entered) != self._newest[:2]:
+            moved_s = mark.at_s if mark.num != self._newest[0] else before_s
+            self._newest = (mark.num, entered, before_s)
+            self._missed_s, self._before = 0.0, None
             if self._stalled is not None:
                 reports.append(
                     RankUnstalled(
                         **self._ids,
                         generation=mark.generation,
                         iteration=mark.iteration,
-                        stalled_s=max(0.0, mark.at_s - self._stalled.at_s),
+                        stalled_s=max(0.0, moved_s - self._stalled.at_s),
                     )
                 )
                 self._stalled = None
@@ -158,7 +176,7 @@ class RankMonitor:
         if not limit_s:
             return []
         limit_s = max(limit_s, STALL_S_MIN)
-        in_s = now_s - max(mark.at_s, self._from_s, self._newest[1]) - self._missed_s
+        in_s = now_s - max(mark.at_s, self._from_s, self._newest[2]) - self._missed_s
         if self._stalled is None and in_s > limit_s / 3 and self._before is None:
             self._before = process_state.look(self.pid)
         if (
@@ -166,7 +184,7 @@ class RankMonitor:
             and in_s > limit_s
             and (in_s - process_state.starved_s(self.pid, self._before) > limit_s)
         ):
-            self._stalled = mark
+            self._stalled, told = mark, self.page.groups() or NO_GROUPS
             return [
                 RankStalled(
                     **self._ids,
@@ -179,6 +197,9 @@ class RankMonitor:
                     normal_s=self._monitor.average_s,
                     stack=process_state.describe(self.pid, self._before),
                     silent_peers=silent_peers(self.pid),
+                    groups=tuple(_group(entry, now_s) for entry in told.entries),
+                    are_groups_complete=told.is_complete,
+                    waits=told.waits,
                 )
             ]
         return self._check_slow(now_s, mark, limit_s) if in_s < limit_s / 3 else []
@@ -244,6 +265,21 @@ class RankMonitor:
             own_s=change.own_s,
             normal_s=change.normal_s,
         )
+
+
+def _group(entry: Entry, now_s: float) -> GroupProgress:
+    """What the rank has entered in one of its groups."""
+    return GroupProgress(
+        key=entry.key,
+        role=entry.role,
+        members=entry.members,
+        entered=entry.entered,
+        left=entry.left,
+        kind=entry.kind,
+        num_bytes=entry.num_bytes,
+        order=entry.order,
+        in_s=max(0.0, now_s - entry.at_s),
+    )
 
 
 def _key(order: StartRank) -> Key:

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ....events.bounded_file import ASIDE, allowed_bytes
+from ...ipc import stack_signal
 from . import torch_files
 
 NUM_MAX = 100
 """At most so many outputs of former attempts of a rank stay."""
 AGE_S_MIN = 3600.0
 """An output of an ended task stays at least so long after it was written, also on a full disk."""
+STACKS = ".stacks"
+"""Suffix of the file with what a process did before it was ended."""
 _BLOCK_BYTES = 512
 _ATTEMPT = re.compile(r"(rank-[0-9]+)\.attempt-([0-9]+)\.log")
 
@@ -37,11 +40,13 @@ def mark_used(file: int) -> None:
 def remove_attempts(log_path: Path, folder: Path, bytes_max: int) -> None:
     """Before an attempt starts whose output this will be: remove the oldest former ones of its
     rank, with their error files in `folder`, until the rest takes `bytes_max` at most. The newest
-    stays, for it may not have been read yet. Also remove an error file of this attempt, which a
-    task with this number in an earlier log may have left."""
+    stays, for it may not have been read yet. Also remove what beside the output is of this attempt:
+    a task with this number in an earlier log may have left it."""
     (own,) = _outputs([log_path])
     with suppress(OSError):
         torch_files.error_file_of(log_path, folder).unlink(missing_ok=True)
+        stack_signal.dump_file_of(log_path, folder).unlink(missing_ok=True)
+        log_path.with_suffix(STACKS).unlink(missing_ok=True)
         former = [
             output
             for output in _outputs(log_path.parent.iterdir())
@@ -122,6 +127,8 @@ def _bytes_of(path: Path) -> int:
 def _remove(path: Path, folder: Path) -> None:
     for file in (
         torch_files.error_file_of(path, folder),
+        stack_signal.dump_file_of(path, folder),
+        path.with_suffix(STACKS),
         path.with_name(path.name + ASIDE),
         path,
     ):

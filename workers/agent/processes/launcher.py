@@ -19,6 +19,7 @@ from ....events.spec.policy import OUTPUT_BYTES_MAX, REDACT
 from ...host import output_owner, rank_cgroups
 from ...host.rank_cgroups import Limits, RankCgroups
 from ...host.rank_user import RankUser
+from ...ipc import stack_signal
 from ...ipc.pipe_protocol import FD, LOOP, PULSE, Frame, Unpacker, pack
 from ...ipc.progress_page import ProgressPage
 from . import former_outputs, torch_files
@@ -64,6 +65,8 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
     """Policy.agent_gone_s_max."""
     output_bytes_max: int = OUTPUT_BYTES_MAX
     """Policy.output_bytes_max."""
+    probe_port: int = 0
+    """The UDP port at which the shim answers probes; 0: at none."""
     store_secret: bytes = b""
     """Of the node's checkpoint store (workers/checkpoint_store/protocol.py)."""
 
@@ -212,10 +215,9 @@ class Launcher:
                 _Note(pack(frame), str(log_path), log_start, str(folder), str(cgroup or ""))
             )
 
-        errors = torch_files.error_file_of(log_path, folder)
         output = Output(log_path, node.output_bytes_max)
         former_outputs.remove_attempts(output.path, folder, output.bytes_max)
-        env = {**environment(order, node, os.environ), torch_files.ERROR_FILE_ENV: str(errors)}
+        env = environment(order, node, os.environ) | files_for_agent(log_path, folder)
         files = {"--fd": pipe.theirs.fileno()} if pipe is not None else {}
         if page is not None:
             files["--pulse"] = page.fd
@@ -257,6 +259,14 @@ class Launcher:
         else:
             process = by_exec(node.rank_argv, files=files)
         return self._with_user(process, folder)
+
+
+def files_for_agent(log_path: Path, folder: Path) -> dict[str, str]:
+    """The variables that name the files that a process with this log writes for its agent."""
+    return {
+        torch_files.ERROR_FILE_ENV: str(torch_files.error_file_of(log_path, folder)),
+        stack_signal.VARIABLE: str(stack_signal.dump_file_of(log_path, folder)),
+    }
 
 
 def unlimited(limits: Limits) -> tuple[str, ...]:

@@ -169,7 +169,7 @@ class Process:
 
     def is_stopped(self) -> bool | None:
         """Whether a signal has stopped it; None if it has ended or a debugger holds it."""
-        proc = linux.read(self._followed or self.pid) if not self._is_reaped else None
+        proc = linux.read(self.trained_by) if not self._is_reaped else None
         return None if proc is None or proc.state in "tZX" else proc.state == "T"
 
     def follow(self, pid: int) -> bool:
@@ -185,6 +185,21 @@ class Process:
         self._followed, self._followed_fd = pid, descriptor
         self._loop.add_reader(descriptor, self._see_followed_end)
         return True
+
+    @property
+    def trained_by(self) -> int:
+        """The process that trains: the followed descendant, or itself."""
+        return self._followed or self.pid
+
+    def live(self) -> list[linux.Proc]:
+        """The live processes of its cgroup, session and group, with their descendants. Linear in
+        the number of all processes."""
+        procs = linux.table()
+        inside = rank_cgroups.pids(self._cgroup) if self._cgroup is not None else set[int]()
+        roots = {
+            proc.pid for proc in procs if self.pid in (proc.sid, proc.pgid) or proc.pid in inside
+        }
+        return [proc for proc in linux.descendants(roots, procs) if proc.state not in "ZX"]
 
     def unfollow(self) -> None:
         """Stop following, so that the descendant may end first. A second call does nothing."""

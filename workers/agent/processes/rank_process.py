@@ -101,6 +101,8 @@ class RankAttempt:
         """Stopped before its process started."""
         self.stop_at: float | None = None
         """Loop time at which the grace period ends; None: no stop was ordered."""
+        self.is_kept = False
+        """What it does before it is ended is being kept, or was."""
         self.stop = asyncio.Event()
         self.continue_timer: asyncio.TimerHandle | None = None
         """Set while an injected fault of limited duration keeps the process stopped."""

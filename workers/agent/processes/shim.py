@@ -28,6 +28,7 @@ ARGV = (sys.executable, "-P", "-m", "unicron.workers.host.shim")
 CALL_S_MAX = 30.0
 """A call takes a millisecond. The first one waits until a new shim has started."""
 NODE, SHIM, STORE, STORE_PROCESS, ZYGOTE = "node", "shim", "store", "store-process", "zygote"
+PROBES = "probes"
 CHECK, OUTPUT = "check/", "output/"
 """Keys of what is held, other than the ranks' `task.rank.attempt`; CHECK begins that of a check,
 OUTPUT that of the output of what has the rest as its key."""
@@ -164,6 +165,13 @@ class Shim:
             raise _failed(reply)
         if pid:
             self.pids[key] = pid
+
+    def answer_probes(self, port: int, secret: bytes) -> None:
+        """From now on, also without an agent, probes that arrive at this socket are answered. A
+        former shim does not do it. Raises OSError."""
+        reply = self._call(shim.Held(PROBES, secret, answers=True), port)
+        if reply.error:
+            raise _failed(reply)
 
     def bound(self, key: str, path: Path, bytes_max: int) -> None:
         """From now on, also without an agent, the output of a process may take so much of its disk:

@@ -29,8 +29,9 @@ from ....events.spec.model import Axes
 from ....events.spec.parallelism import num_positions
 from ....events.timing import RENDEZVOUS_S_MAX
 from ..dependencies import private_megatron, private_torch
-from . import process_groups, sockets
+from . import counting, process_groups, sockets
 from .group_handles import Handles
+from .nccl_errors import NcclError, NcclErrors
 from .operations import Operations
 from .process_groups import GROUP_S_MAX
 
@@ -45,9 +46,11 @@ COMMUNICATOR_BYTES = 512 << 20
 
 
 class NcclAborts:
-    """The aborts of this process. Any thread may call `begin`."""
+    """The aborts of this process. Any thread may call `begin`. `errors`: what NCCL tells of the
+    groups until then."""
 
-    def __init__(self) -> None:
+    def __init__(self, errors: NcclErrors) -> None:
+        self.errors = errors
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
@@ -137,7 +140,14 @@ class Communicators:
     """This process's communicators of one generation at a time, and the store that it hosts. Only
     the training thread may call other methods than `interrupt`, `spare`, `exclude_new_sockets`."""
 
-    def __init__(self, host: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        host: str,
+        device: torch.device,
+        tell_error: Callable[[int, NcclError], None] = lambda generation, error: None,
+    ) -> None:
+        """`tell_error`: called in another thread, at most once for each generation, with the first
+        error that NCCL reports of it."""
         self.backend = os.environ.get(BACKEND) or ("nccl" if device.type == "cuda" else "gloo")
         self._listener = network_address.listen(host)
         port: int = self._listener.getsockname()[1]
@@ -158,7 +168,7 @@ class Communicators:
         """Threads that are using a storage driver."""
         self._is_watching = False
         self._handles = Handles()
-        self._nccl_aborts = NcclAborts()
+        self._nccl_aborts = NcclAborts(NcclErrors(tell_error, device))
         self._operations: Operations | None = None
         self.generation = 0
         self.place = 0
@@ -228,6 +238,10 @@ class Communicators:
         finally:
             self._is_building = False
         private_torch.set_timeout(COLLECTIVE_S_MAX)
+        groups = {"world": dist.group.WORLD, **process_groups.by_role(self.groups)}
+        counting.begin(groups)
+        if self.backend == "nccl":
+            self._nccl_aborts.errors.watch(self.generation, groups)
         self.axes = axes
         self.replica = replica
         self.on_groups(self.groups)
@@ -286,6 +300,7 @@ class Communicators:
         self.down_s = time.monotonic() - began_s
 
     def _remove_groups(self, roots: Iterable[Any]) -> None:
+        counting.end()
         self.on_groups(None)
         if self._operations is not None:
             self._handles.take(roots, process_groups.by_role(self.groups))
@@ -317,7 +332,11 @@ class Communicators:
     def at_position(self, axes: Axes, place: int) -> Generator[Any]:
         """Groups as `without_peers`, but also while a generation is up: to build the part of a
         position in any layout. Megatron's globals are restored at the end."""
-        with private_torch.separate_groups(), private_megatron.globals_restored():
+        with (
+            counting.paused(),
+            private_torch.separate_groups(),
+            private_megatron.globals_restored(),
+        ):
             yield _unconnected(axes, place)
 
     @contextmanager
@@ -356,6 +375,7 @@ class Communicators:
     def interrupt(self) -> None:
         """End every wait of this process in this generation with an error."""
         self.woken = True
+        self._nccl_aborts.errors.forget()
         if self.backend == "nccl" and self.is_up:
             self._nccl_aborts.begin()
         excluded = (*self._excluded, *self._driver_sockets)

@@ -119,6 +119,60 @@ def works_of(launched: Any) -> list[Any]:
     return works
 
 
+# --- The errors of NCCL ---
+
+
+@reaches(_RECORDER, "ProcessGroup._get_backend")
+def error_of_group(group: Any, device: Any) -> str:
+    """The error that torch has found in this group (`Backend.get_error`, which is public); "":
+    none, or its backend has none."""
+    try:
+        error: str = group._get_backend(device).get_error().name
+    except (AttributeError, RuntimeError):
+        return ""
+    return "" if error == "SUCCESS" else f"torch: {error}"
+
+
+@reaches(_RECORDER, "ProcessGroup._get_backend")
+def communicator_of_group(group: Any, device: Any) -> int:
+    """The address of NCCL's communicator on the current device; 0: there is none yet, it was
+    aborted, or this torch does not tell it. The part is `ProcessGroupNCCL._comm_ptr`, which only
+    builds with NCCL have."""
+    try:
+        return int(group._get_backend(device)._comm_ptr())
+    except (AttributeError, RuntimeError):
+        return 0
+
+
+# --- The collectives of a group ---
+COLLECTIVES: Mapping[str, str] = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "_allgather_base": "all_gather",
+    "all_gather_single": "all_gather",
+    "all_gather_single_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_single_coalesced": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "broadcast": "broadcast",
+    "barrier": "barrier",
+    "monitored_barrier": "barrier",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "gather": "gather",
+    "scatter": "scatter",
+    "reduce": "reduce",
+}
+"""Methods of a ProcessGroup, as far as this torch has them."""
+reaches(_RECORDER, *(f"ProcessGroup.{name}" for name in COLLECTIVES if name.startswith("_")))
+
+
 # --- The flight recorder ---
 
 

@@ -39,7 +39,6 @@ class MegatronEngine:
             None if trainee.exact is None else MegatronExactGradients(trainee, trainee.exact)
         )
         self.gradients: Gradients = self.exact_gradients or MegatronGradients(trainee)
-        self._param_bytes = sum(param.nbytes for _, param in trainee.named_parameters())
 
     # --- what it is ---
     @property
@@ -189,7 +188,6 @@ class MegatronEngine:
             private_megatron.set_gathered(group, is_gathered=self.trainee.is_gathered)
 
     def gather(self, operations: Operations) -> None:
-        operations.count("dp_cp", "all_gather", self._param_bytes)
         megatron_step.gather(self.trainee)
 
     def take_gathers(self) -> Works:

@@ -152,26 +152,17 @@ class MegatronGradients(Buckets):
         division by the token count out, uses the groups of its own generation, and `watch` ends it
         before each phase once the generation has ended.
         """
-        with self._hooks.reduction(watch, partial(self._count, operations)):
+        with self._hooks.reduction(watch):
             finalize_model_grads(
                 self._trainee.ddps, None, pg_collection=operations.groups, **self._whole
             )
 
     def launch(self, bucket: int, operations: Operations) -> Works:
-        self._count(operations, bucket)
         self.starts[bucket]()
         return private_megatron.reduction_works(self.groups[bucket])
 
     def finish(self, operations: Operations, watch: Watch) -> None:
         """Megatron records the end of all buckets, and then adds up over the ranks of a replica
         what these share: tied embeddings, norms in sequence parallelism."""
-        with self._hooks.reduction(watch, partial(self._count, operations)):
+        with self._hooks.reduction(watch):
             finalize_model_grads(self._trainee.ddps, None, pg_collection=operations.groups)
-
-    def _count(self, operations: Operations, bucket: int) -> None:
-        """Megatron is about to start the reduction of this bucket."""
-        is_scattered = self._trainee.is_sharded and not self._whole
-        for each in self.groups[bucket].buckets:
-            operations.count(
-                "dp_cp", "reduce_scatter" if is_scattered else "all_reduce", each.grad_data.nbytes
-            )

@@ -31,10 +31,9 @@ class PhaseHooks:
                 _hook(module, "shared_embedding_or_output_weight", self._embedding)
 
     @contextmanager
-    def reduction(self, watch: Watch, count: Callable[[int], None]) -> Generator[None]:
-        """In this context of Megatron's reduction, `watch` is told how it goes on, and `count` of
-        each bucket whose operations Megatron is about to start."""
-        self._local.watch, self._local.count = watch, count
+    def reduction(self, watch: Watch) -> Generator[None]:
+        """In this context of Megatron's reduction, `watch` is told how it goes on."""
+        self._local.watch = watch
         self._local.is_in = True
         try:
             yield
@@ -43,7 +42,6 @@ class PhaseHooks:
 
     def _enter(self, bucket: int) -> None:
         self._local.watch.bucket_begins(bucket)
-        self._local.count(bucket)
 
     def _leave(self, bucket: int) -> None:
         self._local.watch.bucket_ends(bucket)

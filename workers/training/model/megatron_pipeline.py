@@ -4,9 +4,8 @@ docs/ARCHITECTURE.md, "The transition table", says how. Megatron's schedule runs
 all stages complete the passes of exactly the micro-batches before the marker.
 """
 
-import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from torch import Tensor
 
-from ..communicators.operations import Kind, Operations
+from ..communicators.operations import Operations
 from ..dependencies.private_megatron import StageMessages
 from .engine import PADDING, Begin, NotePass, Passes, Sample
 from .losses import Losses
@@ -30,12 +29,7 @@ MARKER = b"unicron: no more"
 these 128 bits by chance is out of the question."""
 SEND_NEXT = "tensor_send_next"
 SEND_PREVIOUS = "tensor_send_prev"
-KINDS: Mapping[str, Kind] = {
-    SEND_NEXT: "send_next",
-    SEND_PREVIOUS: "send_previous",
-    "recv_prev": "receive_previous",
-    "recv_next": "receive_next",
-}
+KINDS = (SEND_NEXT, SEND_PREVIOUS, "recv_prev", "recv_next")
 """Megatron's arguments for one exchange between stages."""
 
 
@@ -218,19 +212,10 @@ class _Stages(StageMessages):
             if not wanted:
                 return None, None, None if given.get("wait_on_reqs", True) else {}
         self._num_messages.update(wanted)
-        for name in wanted:
-            self._operations.count("pp", KINDS[name], self._message_bytes(given, name))
         received = super().exchange(given)
         if "recv_prev" in wanted and not self._is_first:
             self._inputs.append(received[0])
         return received
-
-    def _message_bytes(self, given: dict[str, Any], name: str) -> int:
-        if name in (SEND_NEXT, SEND_PREVIOUS):
-            sent: Tensor = given[name]
-            return sent.nbytes
-        num_bytes: int = math.prod(given["tensor_shape"]) * self.config.pipeline_dtype.itemsize
-        return num_bytes
 
     def _is_over(self, name: str) -> bool:
         """Whether the next message of this kind belongs to a skipped pass."""

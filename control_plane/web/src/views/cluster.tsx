@@ -123,10 +123,10 @@ function Incidents({ state, names, at, now_s }: {
       { name: "Incident", cell: one => <a href={link("incident", one.id, { at })}>inc-{one.id}</a> },
       { name: "When", cell: one => <><Time at_s={one.opened_s} /> <small><Ago at_s={one.opened_s} now_s={now_s} /></small></> },
       { name: "Severity", cell: one => <Severity of={one.severity} /> },
-      { name: "State", cell: one => <State of={one.outcome || "open"} /> },
+      { name: "State", cell: one => <State of={one.outcome || (one.recovering_s ? "recovering" : "open")} /> },
       { name: "Task", cell: one => names.get(one.task) ?? (one.task || "–") },
       { name: "What", cell: one => one.why },
-      { name: "Pause", right: true, cell: one => one.outcome ? span(one.pause_s) : "" },
+      { name: "Pause", right: true, cell: one => one.outcome || one.recovering_s ? span(one.pause_s) : "" },
       { name: "Lost", right: true, cell: one => one.iterations_lost ?? "?" },
     ]} />
   </Section>

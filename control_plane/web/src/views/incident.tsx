@@ -103,6 +103,12 @@ function Decision({ facts, at }: { facts: Facts; at: string }) {
       {facts.decisions.map(one => <li class="decided"><b>decided</b>: <Severity of={one.severity} />: {one.why} <small>
         rule: {one.rule}; record <Seq seq={one.seq} /></small></li>)}
     </ol>
+    {facts.stacks.map(one => <details class="kept"><summary>What rank {one.rank} on {one.node} did before it was ended{
+      one.mark && `: ${one.mark}`}</summary>
+      {one.stack ? <pre>{one.stack}</pre> : <p class="empty">No Python stack{one.why && `: ${one.why}`}.</p>}
+      {one.stack && one.why && <p>{one.why}</p>}
+      {one.nccl_ras && <><p>NCCL's RAS service says:</p><pre>{one.nccl_ras}</pre></>}
+      {one.path && <p>All threads: <code>{one.path}</code> on {one.host || one.node}</p>}</details>)}
     {facts.dumps.length > 0 && <p>Flight recorders: {facts.dumps.map(one => <><br /><code>{
       `unicron locate ${String(one["folder"])}`}</code> on {String(one["node"])}</>)}</p>}
     <p>Compute it again: <code>{facts.verify}</code> <code>unicron incident {facts.id}</code>

@@ -1,4 +1,7 @@
-"""Locates a hang: finds the ranks that all others wait for in the flight-recorder dumps.
+"""Locates a hang: finds the ranks that all others wait for, in what each rank tells of its groups.
+
+That is a dump of torch's flight recorder (`unicron locate`), or the rows of the progress page of a
+rank that runs (group_evidence.py).
 
 docs/guides/detection.md has the rules, and lists the signs of a stalled rank. If all ranks have
 entered a collective that does not complete, no rank is named: it is the network or a device.
@@ -9,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from math import inf
 from typing import NamedTuple
 
+from ...events.collectives import Dump, Group, Op
 from ...events.words import clipped
 from ...events.words import ranks as in_words
-from .flight_recorder import Dump, Group, Op
 
 # --- The wait-for graph between ranks, built from their dumps ---
 Key = tuple[Group, int, int, int]
@@ -212,6 +215,43 @@ class WaitGraph:
         waiter = min(waits, key=lambda one: (waits[one].is_p2p, waits[one].at_ns, one))
         return waiter, waits[waiter]
 
+    def only_in_all_circles(self, ranks: set[int]) -> int | None:
+        """Of ranks that all say that they wait: the only one without which they would not wait in
+        a circle. It has entered what its peers have not, or left out what they have entered."""
+        if any(rank not in self._dumps or not self._dumps[rank].waits for rank in ranks):
+            return None
+        circle = self._circle(ranks)
+        candidates = [rank for rank in circle if not self._circle(ranks - {rank})]
+        return candidates[0] if len(candidates) == 1 else None
+
+    def _circle(self, ranks: set[int]) -> list[int]:
+        """Some of these ranks, each of which waits for the next, and the last for the first; []:
+        there are none such."""
+        num_waits = {rank: len(ranks.intersection(self.edges[rank])) for rank in sorted(ranks)}
+        ended = [rank for rank, num in num_waits.items() if not num]
+        while ended:
+            last = ended.pop()
+            del num_waits[last]
+            for rank in self.waiters.get(last, ()):
+                if rank in num_waits:
+                    num_waits[rank] -= 1
+                    if not num_waits[rank]:
+                        ended.append(rank)
+        if not num_waits:
+            return []
+        path = [min(num_waits)]
+        while (after := min(num_waits.keys() & self.edges[path[-1]].keys())) not in path:
+            path.append(after)
+        return path[path.index(after) :]
+
+    def working_in(self, circle: set[int]) -> int | None:
+        """Of ranks that wait for each other: the only one that is in no call that waits, if the
+        ranks tell it. An operation that it has started without a wait makes it part of the circle.
+        """
+        told = {rank: self._dumps[rank].waits for rank in sorted(circle) if rank in self._dumps}
+        working = [rank for rank, waits in told.items() if waits is False]
+        return working[0] if len(working) == 1 and any(told.values()) else None
+
     def sinks(self) -> list[set[int]]:
         """The strongly connected components without edges to other components: each rank that
         waits for no rank, and ranks that wait only for each other."""
@@ -275,6 +315,8 @@ def _members(dumps: Mapping[int, Dump]) -> dict[Group, tuple[int, ...]]:
     }
 
 
+NOT_ENTERED = "not entered"
+"""State of a suspect that has not entered what its peers wait for."""
 WAIT_S_MIN = 1.0
 """If the longest wait is shorter, there is no hang. Dumps without a time are not checked."""
 TENSORS_CHARS_MAX = 80
@@ -398,6 +440,17 @@ def _judge_cycle(waits: WaitGraph, sink: set[int], found: dict[int, Suspect]) ->
     ranks have a fault. Name the targets of the oldest wait, with low confidence."""
     if not sink.isdisjoint(found):
         return
+    if (rank := waits.working_in(sink)) is not None:
+        found[rank] = _behind(waits, rank)
+        return
+    if (rank := waits.only_in_all_circles(sink)) is not None:
+        _, op = waits.first_waiter(rank)
+        why = f"waits in a circle with {in_words(sink)}, all of whom wait for it"
+        peers = sorted(sink - {rank})
+        found[rank] = _suspect(
+            waits, rank, op, "mismatched", "high", f"{why}: {_did_not(waits, rank, op)}", peers
+        )
+        return
     _, waiter, target = min(
         (op.at_ns, rank, other) for rank in sink for other, op in waits.edges[rank].items()
     )
@@ -448,7 +501,7 @@ def _behind(waits: WaitGraph, rank: int) -> Suspect:
     by = [one for one in waits.waiters[rank] if op.key in {o.key for o in waits.pending[one]}]
     if rank not in waits.unstarted[op.key]:
         return _suspect(
-            waits, rank, op, "not entered", "high", _did_not(waits, rank, op), by or [waiter]
+            waits, rank, op, NOT_ENTERED, "high", _did_not(waits, rank, op), by or [waiter]
         )
     why = (
         f"entered {_op_in_words(op, waits)}, but its kernel has not started; those of "
