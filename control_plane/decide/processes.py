@@ -59,6 +59,7 @@ def start_rank(
         declined=task.declined if task.restarts_from_memory else "",
         copies=recovery_sources(state, task, ()) if task.restarts_from_memory else (),
         has_begun=task.generation > 0,
+        first_iteration_s_max=state.policy.first_iteration_s_max,
     )
 
 

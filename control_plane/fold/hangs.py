@@ -133,6 +133,7 @@ def rank_stalled(state: ClusterState, record: Record, task: Task, body: r.RankSt
         groups=body.groups,
         are_groups_complete=body.are_groups_complete,
         waits=body.waits,
+        is_untimed=body.is_untimed,
     )
     if not task.heals_in_memory:
         command_stalled(state, task, body.rank, body.attempt, stall)

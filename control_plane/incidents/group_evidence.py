@@ -33,6 +33,8 @@ class Located(NamedTuple):
     ranks: tuple[int, ...]
     """() if no rank is to blame."""
     why: str
+    waited_since_s: float = 0.0
+    """When the first peer began to wait for one of them."""
 
 
 def has_groups(stall: Stall) -> bool:
@@ -71,7 +73,8 @@ def _judged(location: HangLocation) -> Located | None:
     ]
     is_stuck = any(not waiting.ranks for waiting in location.waiting)
     if hung and not is_stuck:
-        return Located("rank", _ranks(hung), _whys(hung))
+        since_ns = min(suspect.waited_since_ns for suspect in hung)
+        return Located("rank", _ranks(hung), _whys(hung), since_ns / 1e9)
     if location.stuck:
         stuck = location.stuck[0]
         ranks = ", ".join(map(str, stuck.ranks))

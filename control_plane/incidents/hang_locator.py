@@ -338,6 +338,8 @@ class Suspect(NamedTuple):
     """How many collectives the rank is behind the foremost member of the group."""
     waited_by: tuple[int, ...] = ()
     """The ranks that wait for this rank in the collective."""
+    waited_since_ns: int = 0
+    """When the first of them entered it, by its own clock (nanoseconds since 1970); 0: unknown."""
 
 
 class WaitingRank(NamedTuple):
@@ -492,6 +494,7 @@ def _suspect(
         op.seq,
         waits.behind(rank, op.group),
         tuple(waits.waiters[rank] if waited_by is None else waited_by),
+        op.at_ns,
     )
 
 

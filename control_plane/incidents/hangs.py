@@ -27,9 +27,12 @@ CRAWLS_TIMES = 10.0
 """Threshold for a rank that passes progress marks: it may be slow only for a moment."""
 NETWORK_TIMES = 2.0
 """Factor on the threshold if all ranks wait in collectives, so that no rank is the cause."""
+FIRST_MORE_S = 5.0
+"""Added to `first_iteration_s_max` of the policy, the threshold of what has no usual time yet."""
 UNKNOWN_TIMES = 30.0
 UNKNOWN_S_MIN = 1800.0
 """Thresholds if most ranks are in their own work: the timeout of a collective (NCCL)."""
+ADDRESSES_NUM_MAX = 8
 
 
 class Hang(Struct, frozen=True, kw_only=True):
@@ -59,6 +62,8 @@ def locate_hang(state: ClusterState, task: Task) -> Hang | None:
     nodes.
     """
     if not task.stalls or task.finished or task.ending or task.failed_s >= 0:
+        return None
+    if task.holds_final_state:
         return None
     if task.phase != "training" and (task.phase, task.mode) != ("quiescing", "boundary"):
         return None
@@ -95,10 +100,7 @@ def _classify(
 ) -> Hang | None:
     stalls = {rank.rank: task.stalls[rank.rank] for rank in reachable}
     own = [rank for rank in reachable if stalls[rank.rank].where == "own"]
-    limits_s = {
-        number: max(STANDS_TIMES * stall.normal_s, state.policy.hang_s_min)
-        for number, stall in stalls.items()
-    }
+    limits_s = _limits_s(state, stalls)
     evidence = tuple(stalls[rank.rank].seq for rank in reachable)
     located = None if unreachable or not all_reachable else _located(task, stalls, own)
     # After a pause of a whole machine, its agent reports stalls of ranks that then continue.
@@ -110,26 +112,28 @@ def _classify(
             evidence=evidence,
             since_s=min(stalls[number].since_s for number in located.ranks),
             due_s=max(
-                sure_s, *(stalls[number].since_s + limits_s[number] for number in located.ranks)
+                sure_s,
+                _due_s(located.ranks, stalls, limits_s, waited_since_s=located.waited_since_s),
             ),
-            why=_of_groups(task, located, stalls),
+            why=_of_groups(state, task, located, stalls),
         )
     num_waiting = len(reachable) - len(own)
     if own and num_waiting and 2 * len(own) <= len(reachable):
         numbers = tuple(rank.rank for rank in own)
+        waits_s = min(stall.since_s for stall in stalls.values() if stall.where != "own")
         return Hang(
             kind="rank",
             ranks=numbers,
             evidence=evidence,
             since_s=min(stalls[number].since_s for number in numbers),
-            due_s=max(sure_s, *(stalls[number].since_s + limits_s[number] for number in numbers)),
+            due_s=max(sure_s, _due_s(numbers, stalls, limits_s, waited_since_s=waits_s)),
             why=_of_ranks(own, stalls, num_waiting),
         )
     if unreachable and not own:
         # The expired lease is one source, unless the node returns within evidence_s_max. The stalls
         # of all other ranks are the second.
         back_s = max(state.nodes[task.ranks[number].slot.node].since_s for number in unreachable)
-        due_s = max(stall.since_s + limits_s[number] for number, stall in stalls.items())
+        due_s = max(stalls[number].since_s + limits_s[number] for number in _timed(stalls))
         return Hang(
             kind="silent",
             ranks=unreachable,
@@ -141,9 +145,45 @@ def _classify(
     if not all_reachable:
         return None
     hang = _of_all(state, task, stalls, own, limits_s, sure_s)
-    if located is None or hang.kind != "network":
+    if hang is None or located is None or hang.kind != "network":
         return hang
     return replace(hang, why=f"{hang.why}; {located.why}")
+
+
+def _limits_s(state: ClusterState, stalls: Mapping[int, Stall]) -> dict[int, float]:
+    """How long each rank may stall before it counts as hung."""
+    return {
+        number: state.policy.first_iteration_s_max + FIRST_MORE_S
+        if stall.is_untimed
+        else max(STANDS_TIMES * stall.normal_s, state.policy.hang_s_min)
+        for number, stall in stalls.items()
+    }
+
+
+def _due_s(
+    ranks: Sequence[int],
+    stalls: Mapping[int, Stall],
+    limits_s: Mapping[int, float],
+    *,
+    waited_since_s: float,
+) -> float:
+    """When all of these ranks count as hung. Work that has no usual time may take as long as it
+    likes until another rank waits for it."""
+    return max(
+        limits_s[number]
+        + (
+            max(stalls[number].since_s, waited_since_s)
+            if stalls[number].is_untimed
+            else stalls[number].since_s
+        )
+        for number in ranks
+    )
+
+
+def _timed(stalls: Mapping[int, Stall]) -> list[int]:
+    """The ranks whose limits count where all wait: those with a usual time, if there are any."""
+    timed = [number for number, stall in stalls.items() if not stall.is_untimed]
+    return timed or list(stalls)
 
 
 def _located(task: Task, stalls: Mapping[int, Stall], own: Sequence[Rank]) -> Located | None:
@@ -165,7 +205,7 @@ def _of_all(
     own: list[Rank],
     limits_s: dict[int, float],
     sure_s: float,
-) -> Hang:
+) -> Hang | None:
     """No rank is to blame alone: all wait, or too many are in their own work. These limits are
     longer, since nothing tells which process to end."""
     evidence = tuple(stall.seq for stall in stalls.values())
@@ -173,7 +213,11 @@ def _of_all(
         since_s = min(stall.since_s for stall in stalls.values())
         due_s = max(
             sure_s,
-            *(stall.since_s + NETWORK_TIMES * limits_s[number] for number, stall in stalls.items()),
+            *(
+                stalls[number].since_s
+                + limits_s[number] * (1.0 if stalls[number].is_untimed else NETWORK_TIMES)
+                for number in _timed(stalls)
+            ),
         )
         return Hang(
             kind="network",
@@ -181,8 +225,12 @@ def _of_all(
             since_s=since_s,
             due_s=due_s,
             evidence=evidence,
-            why=_of_network(stalls) + _of_links(state, task, stalls),
+            why=_of_network(stalls)
+            + _of_links(state, task, stalls)
+            + _addresses(state, task, stalls),
         )
+    if any(stall.is_untimed for stall in stalls.values()):
+        return None  # nobody waits: they compile, load or evaluate, for as long as that takes
     due_s = max(
         sure_s,
         *(
@@ -247,7 +295,9 @@ def _of_ranks(guilty: list[Rank], stalls: dict[int, Stall], num_waiting: int) ->
     )
 
 
-def _of_groups(task: Task, located: Located, stalls: Mapping[int, Stall]) -> str:
+def _of_groups(
+    state: ClusterState, task: Task, located: Located, stalls: Mapping[int, Stall]
+) -> str:
     """For example `rank 1 on n1 is stalled after forward in iteration 7: ...; 3 others wait`."""
     first = stalls[located.ranks[0]]
     who = ", ".join(f"rank {number} on {task.ranks[number].slot.node}" for number in located.ranks)
@@ -255,7 +305,10 @@ def _of_groups(task: Task, located: Located, stalls: Mapping[int, Stall]) -> str
     verb = "is stalled" if len(located.ranks) == 1 else "are stalled"
     num = len(stalls) - len(located.ranks)
     others = "1 other waits" if num == 1 else f"{num} others wait"
-    return f"{who} {verb}{after} in iteration {first.iteration}: {located.why}; {others}"
+    return (
+        f"{who} {verb}{after} in iteration {first.iteration}: {located.why}; {others}"
+        + _addresses(state, task, stalls)
+    )
 
 
 def _of_network(stalls: dict[int, Stall]) -> str:
@@ -282,6 +335,21 @@ def _of_links(state: ClusterState, task: Task, stalls: dict[int, Stall]) -> str:
         }
     )
     return f"; not acknowledged is {', '.join(links)}"
+
+
+def _addresses(state: ClusterState, task: Task, stalls: Mapping[int, Stall]) -> str:
+    """In a first iteration the addresses of all hosts: the wrong interface is a usual cause. For
+    example `; hosts: n1 10.0.0.1, n2 192.168.4.2`."""
+    if not all(stall.is_untimed for stall in stalls.values()):
+        return ""
+    nodes = sorted({task.ranks[number].slot.node for number in stalls})
+    listed = [f"{name} {state.nodes[name].host}" for name in nodes if name in state.nodes]
+    more = len(listed) - ADDRESSES_NUM_MAX
+    return (
+        f"; hosts: {', '.join(listed[:ADDRESSES_NUM_MAX])}" + f" and {more} more" * (more > 0)
+        if len(listed) > 1
+        else ""
+    )
 
 
 def _of_own(stalls: dict[int, Stall], num: int) -> str:

@@ -83,6 +83,8 @@ class Stall(Struct, frozen=True, kw_only=True):
     """Whether `groups` has every group in which it has entered something."""
     waits: bool = False
     """Whether it is in a call that waits for the end of an operation of `groups`."""
+    is_untimed: bool = False
+    """Whether no usual time says how long that may take."""
 
     @property
     def position(self) -> tuple[int, int]:

@@ -49,6 +49,8 @@ class StartRank(Body, frozen=True):
     has_begun: bool = False
     """The task has trained, so its output was tried: what is wrong with it now fails saves, and
     ends no process."""
+    first_iteration_s_max: float = 1200.0
+    """Of the policy: a stall that has no usual time is reported after this at the latest."""
 
 
 class StopRank(Body, frozen=True):

@@ -638,7 +638,7 @@ class RankStalled(RankReport, frozen=True):
     Each rank of a stalled task is reported, so that the ranks can be compared. `collective` counts
     the collectives that the rank has entered in this iteration, including the current one. `what`
     names the last mark, and `stack` is the rank's current stack, if it could be read. First
-    iterations, evaluations, checkpoints and reconfigurations have other limits.
+    iterations, evaluations and what else lies between two iterations have other limits.
     """
 
     generation: int
@@ -649,7 +649,7 @@ class RankStalled(RankReport, frozen=True):
     in_s: float
     """Time since the last mark."""
     normal_s: float
-    """The running average of an iteration."""
+    """The running average of an iteration; in an evaluation: its longest so far; 0: unknown."""
     stack: str = ""
     silent_peers: tuple[str, ...] = ()
     """Addresses that do not acknowledge what the rank has sent."""
@@ -659,6 +659,8 @@ class RankStalled(RankReport, frozen=True):
     """Whether `groups` has every group in which the rank has entered something."""
     waits: bool = False
     """Whether it is in a call that waits for the end of an operation of `groups`."""
+    is_untimed: bool = False
+    """No time of this process says how long that may take: the limit is `first_iteration_s_max`."""
 
 
 StacksReader = Literal["", "py-spy", "signal"]

@@ -32,6 +32,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "stopped_s_max": _WAIT,
     "suspect_s_max": (SUSPECT_S_MIN, 1e6),
     "hang_s_min": (0, 1e9),
+    "first_iteration_s_max": _WAIT,
     "quarantine_faults": (1, _NUM_MAX),
     "quarantine_window_s": _SPAN,
     "quarantine_s": _SPAN,
@@ -94,6 +95,9 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     least two heartbeats."""
     hang_s_min: float = 2.0
     """A rank counts as hung only if it stalls this long, however short its iterations are."""
+    first_iteration_s_max: float = 1200.0
+    """How long other ranks may wait for a rank in what has no usual time yet: its first iterations,
+    and what lies between two iterations, such as a checkpoint. It has FIRST_MORE_S more."""
     quarantine_faults: int = 2
     """A node is quarantined after this many faults within `quarantine_window_s`, if the fault rate
     of the other nodes predicts fewer."""

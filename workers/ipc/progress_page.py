@@ -55,6 +55,10 @@ OWN_CODE: Phase = 1
 """The rank's own work."""
 COLLECTIVE_CODE: Phase = 2
 """Waiting for other ranks."""
+EVALUATE = "evaluate"
+BETWEEN = ("end", "boundary", EVALUATE)
+"""The marks of OUTSIDE_CODE between two iterations of a task that trains: the loop's own code, a
+checkpoint, an evaluation."""
 PHASES = ("outside training", "its own work", "a collective")
 """Their words, by code."""
 

@@ -21,7 +21,7 @@ from ...events.spec.model import Axes
 from ...events.spec.parallelism import coordinates, layout_in_words, num_positions, replica
 from ..diagnosis.classifier import classify
 from ..host import output_owner
-from ..ipc.progress_page import OUTSIDE_CODE, ProgressWriter
+from ..ipc.progress_page import EVALUATE, OUTSIDE_CODE, ProgressWriter
 from .checkpoint import checkpoint, memory_checkpoint
 from .checkpoint.final_save import save_at_end
 from .checkpoint.memory_checkpoint import StoreOrder
@@ -365,6 +365,7 @@ class Member:
         at = self.settled
         if self.is_standby:
             self.recovery.become_standby()
+        self.pulse.mark("boundary", OUTSIDE_CODE)
         yield None
         while outcome.goes_on and at < self.train.iterations:
             outcome = (
@@ -477,10 +478,12 @@ class Member:
 
     # --- reports, and saving ---
     def run_collectively(self, call: Callable[[], None]) -> bool:
-        """Run a collective of all members between two steps. Returns False if it failed: `steps`
-        then continues in another generation."""
+        """Run an evaluation, in which all members take part, between two steps. Returns False if it
+        failed: `steps` then continues in another generation."""
+        self.pulse.mark(EVALUATE, OUTSIDE_CODE)  # its agent learns how long that takes
         ended = self.iteration.beside.run(call)
         if ended is None:
+            self.pulse.mark("end", OUTSIDE_CODE)
             return True
         if isinstance(ended, Failed):
             self._report_failed(ended)
@@ -665,6 +668,7 @@ class Member:
     def _leave(self, order: Quiesce | None = None) -> None:
         if self.joined:
             self.joined = False
+            self.pulse.mark("left", OUTSIDE_CODE)
             self._tear_down()
         self._report_quiesced(order)
 

@@ -13,12 +13,13 @@ from unicron.cli.screens import incident as screen
 from unicron.cli.screens import task as task_screen
 from unicron.control_plane.api.incident_facts import kept_stacks
 from unicron.control_plane.api.view import view
-from unicron.control_plane.incidents.hangs import locate_hang
+from unicron.control_plane.incidents.hangs import FIRST_MORE_S, locate_hang
 from unicron.control_plane.state.incident import NUM_STACKS_MAX, STACK_CHARS_MAX
 from unicron.events.records import decisions, statuses
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records.types import GroupProgress
+from unicron.events.spec.policy import Policy
 from unicron.events.timing import STACKS_S_MAX
 
 
@@ -606,6 +607,54 @@ def test_without_the_groups_of_all_the_marks_decide(d: Driver, task: int) -> Non
     hang = locate_hang(d.state, task_of(d, task))
     assert hang is not None
     assert (hang.kind, hang.ranks) == ("network", (0, 1, 2, 3))
+
+
+LIMIT_S = Policy().first_iteration_s_max + FIRST_MORE_S
+
+
+def test_a_first_iteration_has_the_limit_of_the_policy(d: Driver, task: int) -> None:
+    """It counts from when a peer waits, however long the rank has compiled by then."""
+    began_s = d.now_s
+    for rank in range(4):
+        where = "own" if rank == VICTIM else IN
+        changes = {"is_untimed": True, "normal_s": 0.0, "iteration": 0}
+        d.now_s = began_s + (0.0 if rank == VICTIM else 600.0) + 60.0 + 0.01 * rank
+        stalled(d, task, rank, where, in_s=60.0, collective=int(rank != VICTIM), **changes)
+    hang = locate_hang(d.state, task_of(d, task))
+    assert hang is not None
+    assert (hang.kind, hang.ranks, hang.is_actionable) == ("rank", (VICTIM,), True)
+    assert hang.due_s == pytest.approx(began_s + 600.0 + LIMIT_S, abs=0.1)
+    opened = the(decisions.IncidentOpened, d.due(deadline(d, task)))
+    assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (VICTIM,))
+
+
+def test_who_compiles_as_all_others_do_is_never_suspected(d: Driver, task: int) -> None:
+    for rank in range(4):
+        stalled(d, task, rank, "own", collective=0, is_untimed=True, normal_s=0.0, iteration=0)
+    assert locate_hang(d.state, task_of(d, task)) is None
+    assert deadline(d, task) not in d.state.deadlines
+
+
+def test_in_a_first_iteration_the_network_is_named_with_the_addresses(d: Driver, task: int) -> None:
+    for rank in range(4):
+        stalled(d, task, rank, is_untimed=True, normal_s=0.0, iteration=0)
+    hang = locate_hang(d.state, task_of(d, task))
+    assert hang is not None
+    assert (hang.kind, hang.ranks) == ("network", (0, 1, 2, 3))
+    assert hang.due_s == pytest.approx(hang.since_s + LIMIT_S, abs=0.1)
+    assert hang.why.endswith("; hosts: n1 127.0.0.1, n2 127.0.0.1")
+
+
+def test_a_new_process_that_waits_does_not_delay_what_its_peers_show(d: Driver, task: int) -> None:
+    for rank in range(4):
+        new = {"is_untimed": True, "normal_s": 0.0} if rank == VICTIM else {}
+        stalled(d, task, rank, **new)
+    hang = locate_hang(d.state, task_of(d, task))
+    assert hang is not None
+    assert (hang.kind, hang.due_s - hang.since_s) == (
+        "network",
+        pytest.approx(2 * Policy().hang_s_min, abs=0.1),
+    )
 
 
 def replace_stall(d: Driver, task: int, rank: int, **changes: Any) -> None:

@@ -26,6 +26,7 @@ from unicron.workers.agent.monitoring.flight_recorder_dumps import (
     Dumps,
     DumpTrigger,
 )
+from unicron.workers.agent.monitoring.process_state import FLOW_EVERY_S, MOVED_BYTES_MIN
 from unicron.workers.agent.monitoring.rank_monitor import (
     PAUSE_S,
     REPORT_S,
@@ -39,6 +40,7 @@ from unicron.workers.host.cpu_wait import NUM_THREADS_MAX, CpuWait
 from unicron.workers.ipc import progress_page as pulse_module
 from unicron.workers.ipc.group_rows import Row, group_of
 from unicron.workers.ipc.progress_page import (
+    EVALUATE,
     OUTSIDE_CODE,
     OWN_CODE,
     RING_NUM,
@@ -168,6 +170,8 @@ class Monitored:
         self.now_s = 1000.0
         patch.setattr(pulse_module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         patch.setattr(CpuWait, "in_s", mock.Mock(return_value=0.0))  # its time is the real one
+        self.moved_bytes = 0
+        patch.setattr(process_state, "moved_bytes", lambda pid: self.moved_bytes)
         self.bodies: list[Body] = []
         self.watch = RankMonitors(lambda body, at_s: self.bodies.append(body), unguarded)
         self.ranks: list[ProgressWriter] = []
@@ -295,23 +299,92 @@ def test_the_stall_limit_of_long_iterations_is_three_times_as_long(monitored: Mo
 
 def test_no_stall_is_reported_outside_training(monitored: Monitored) -> None:
     monitored.iterate(10)
-    monitored.ranks[0].mark("save", OUTSIDE_CODE)
+    monitored.ranks[0].mark("receive", OUTSIDE_CODE)
     monitored.go(2 * LENIENT_S)
     assert monitored.bodies == []
 
 
-def test_a_first_iteration_has_a_lenient_limit_or_none(monitored: Monitored) -> None:
+def test_a_stall_between_two_iterations_has_no_usual_time(monitored: Monitored) -> None:
+    monitored.iterate(10)  # its last mark is the end of an iteration
+    monitored.go(LENIENT_S - 2 * WATCH_S)
+    assert monitored.bodies == []
+    monitored.go(3 * WATCH_S)
+    (stalled,) = monitored.take(RankStalled)
+    assert (stalled.what, stalled.where, stalled.is_untimed) == ("end", "own", True)
+
+
+def test_the_limit_of_an_evaluation_is_learnt_from_those_before(monitored: Monitored) -> None:
+    (pulse,) = monitored.ranks
+    monitored.iterate(10)
+    for lasts_s, is_told in ((50.0, False), (149.0, False), (460.0, True)):
+        pulse.mark(EVALUATE, OUTSIDE_CODE)
+        monitored.go(lasts_s)
+        told = monitored.take(RankStalled)
+        assert len(told) == is_told, lasts_s
+        assert not is_told or (told[0].normal_s, told[0].is_untimed) == (pytest.approx(149), False)
+        pulse.mark("end", OUTSIDE_CODE)
+        monitored.iterate(1)
+
+
+def test_a_rank_that_reads_or_writes_is_not_stalled(monitored: Monitored) -> None:
     (pulse,) = monitored.ranks
     pulse.begin(1, 0, "first")
-    monitored.go(2 * LENIENT_S)
+    for _ in range(20):
+        monitored.go(LENIENT_S / 4)
+        monitored.moved_bytes += MOVED_BYTES_MIN
     assert monitored.bodies == []
+    monitored.go(2 * LENIENT_S)
+    (stalled,) = monitored.take(RankStalled)
+    assert stalled.in_s < LENIENT_S + 2 * FLOW_EVERY_S, "since it last wrote"
+    monitored.moved_bytes += MOVED_BYTES_MIN
+    monitored.go(FLOW_EVERY_S + WATCH_S)
+    assert len(monitored.take(RankUnstalled)) == 1
+    for _ in range(20):  # what a monitor in its process writes
+        monitored.go(LENIENT_S / 4)
+        monitored.moved_bytes += MOVED_BYTES_MIN // 100
+    assert len(monitored.take(RankStalled)) == 1
+    assert monitored.take(RankUnstalled) == []
+
+
+def test_what_a_process_and_its_children_read_counts(tmp_path: Path) -> None:
+    file = tmp_path / "data"
+    file.write_bytes(bytes(4 << 20))
+    child = f"open({str(file)!r}, 'rb').read()"
+    code = (
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-S', '-c', sys.argv[1] + '; input()'])\n"
+        "child.wait()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, child], stdin=subprocess.PIPE) as process:
+        flow, until_s = process_state.DataFlow(process.pid), time.monotonic() + 20
+        flow.look(time.monotonic(), 20)
+        while not flow.look(time.monotonic(), 20):
+            assert time.monotonic() < until_s
+            time.sleep(0.05)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert flow.moved_s > 0
+    assert process_state.moved_bytes(process.pid) == 0, "it has ended"
+
+
+def test_a_first_iteration_has_the_limit_of_the_policy_or_a_lenient_one(
+    monitored: Monitored,
+) -> None:
+    (pulse,) = monitored.ranks
+    pulse.begin(1, 0, "first")
+    monitored.go(LENIENT_S - WATCH_S)
+    assert monitored.bodies == []
+    monitored.go(LENIENT_S)
+    (stalled,) = monitored.take(RankStalled)
+    assert (stalled.is_untimed, stalled.normal_s, stalled.iteration) == (True, 0.0, 0)
     monitored.iterate(10)
+    assert len(monitored.take(RankUnstalled)) == 1
     pulse.begin(2, 11, "first")
     monitored.go(LENIENT_S)
     assert monitored.bodies == []
     monitored.go(2 * WATCH_S)
     (stalled,) = monitored.take(RankStalled)
-    assert (stalled.generation, stalled.iteration) == (2, 11)
+    assert (stalled.generation, stalled.iteration, stalled.is_untimed) == (2, 11, False)
 
 
 def test_a_stall_in_the_second_iteration_is_reported(monitored: Monitored) -> None:
@@ -322,10 +395,15 @@ def test_a_stall_in_the_second_iteration_is_reported(monitored: Monitored) -> No
     pulse.finish()
     pulse.begin(1, 1, "usual")
     pulse.enter("stats")
-    monitored.go(10 * 9.0)
+    monitored.go(LENIENT_S)
     assert monitored.bodies == []
     monitored.go(3 * WATCH_S)
-    assert monitored.take(RankStalled)[0].iteration == 1
+    (stalled,) = monitored.take(RankStalled)
+    assert (stalled.iteration, stalled.normal_s, stalled.is_untimed) == (
+        1,
+        pytest.approx(9.0),
+        True,
+    )
 
 
 @pytest.mark.parametrize("away_s", [0.6, PAUSE_S + 0.5, 500.0])

@@ -112,7 +112,9 @@ class OutputMonitor:
             return None
         self._stalled_s = in_s
         return RankStalled(
-            **self._ids,
+            task=self._ids["task"],
+            rank=self._ids["rank"],
+            attempt=self._ids["attempt"],
             generation=0,
             iteration=line.iteration,
             where="own",

@@ -81,6 +81,55 @@ def describe(pid: int, before: ProcessState | None) -> str:
     return f"runs{_inside(pid)}" if now.state == "R" else f"sleeps{_inside(pid)}"
 
 
+MOVED_BYTES_MIN = 1 << 20
+"""A process that loads or saves reads or writes at least this much within its limit. What monitors
+and logs in the same process move is far less."""
+FLOW_EVERY_S = 0.5
+"""Time between two looks at what a process has read and written: they read many files of /proc."""
+
+
+class DataFlow:
+    """Whether a process and its descendants read or write."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._since: tuple[int, float] | None = None
+        """What they had read and written at a time."""
+        self._looked_s = 0.0
+        self.moved_s = 0.0
+        """When they were last seen to have read or written enough; 0: never."""
+
+    def look(self, now_s: float, within_s: float) -> bool:
+        """Whether they have read or written MOVED_BYTES_MIN since the last such look, within
+        `within_s`."""
+        if self._since is not None and now_s < self._looked_s + FLOW_EVERY_S:
+            return False
+        self._looked_s, moved = now_s, moved_bytes(self._pid)
+        before, since_s = self._since or (moved, now_s)
+        has_moved = moved >= before + MOVED_BYTES_MIN
+        if has_moved:
+            self.moved_s = now_s
+        if self._since is None or has_moved or now_s > since_s + within_s:
+            self._since = moved, now_s
+        return has_moved
+
+
+def moved_bytes(pid: int) -> int:
+    """What the process and its descendants have read and written so far, in bytes; those of which
+    /proc does not tell are left out. Of DataLoader's workers too: they are its children."""
+    num_bytes, todo = 0, [pid]
+    while todo:
+        process = todo.pop()
+        with suppress(OSError, ValueError):
+            lines = Path(f"/proc/{process}/io").read_text(encoding="ascii").splitlines()
+            num_bytes += sum(int(line.split()[1]) for line in lines[:2])
+        with suppress(OSError):
+            for thread in os.listdir(f"/proc/{process}/task"):
+                text = Path(f"/proc/{process}/task/{thread}/children").read_text(encoding="ascii")
+                todo += map(int, text.split())
+    return num_bytes
+
+
 def _inside(pid: int) -> str:
     """Where in the kernel the main thread waits; "" without permission to read this."""
     try:

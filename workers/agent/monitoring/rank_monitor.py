@@ -6,16 +6,30 @@ does not count. After PAUSE_S of such time every rank gets its full limit again.
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from ....events.records.orders import StartRank
 from ....events.records.reports import RankStalled, RankUnstalled, StepTimeChanged
 from ....events.records.types import Body, GroupProgress
-from ...diagnosis.step_time import WARM_UP_NUM, StepTimeChange, StepTimeMonitor
+from ...diagnosis.step_time import (
+    LENIENT_S,
+    STALLED_TIMES,
+    WARM_UP_NUM,
+    StepTimeChange,
+    StepTimeMonitor,
+)
 from ...ipc.group_rows import Entry, Progress
-from ...ipc.progress_page import COLLECTIVE_CODE, OUTSIDE_CODE, Mark, ProgressPage
+from ...ipc.progress_page import (
+    BETWEEN,
+    COLLECTIVE_CODE,
+    EVALUATE,
+    OUTSIDE_CODE,
+    Mark,
+    ProgressPage,
+)
 from ..processes.rank_guard import Guard, Key
 from . import process_state
-from .process_state import silent_peers
+from .process_state import DataFlow, silent_peers
 
 WATCH_S = 0.05
 """Time between two looks."""
@@ -30,8 +44,55 @@ SLOW_AGAIN_TIMES = 2.0
 REPORT_S = 10.0
 """Minimum time between two step-time reports of one rank in the same generation."""
 
+LOADS_IN = ("begin", "micro_batch")
+"""The marks after which an iteration reads its samples."""
+
 NO_GROUPS = Progress((), is_complete=False, waits=False)
 """Of a rank that does not tell of its groups."""
+
+
+class Limit(NamedTuple):
+    """How long a rank may pass no mark. `normal_s`: how long that usually takes; 0: unknown."""
+
+    s: float
+    normal_s: float
+    is_untimed: bool = False
+    """No time of this process says it."""
+    may_load: bool = False
+    """Whether what it reads and writes is progress."""
+
+
+class Limits:
+    """The limits of one rank. `untimed_s`: of what has no usual time yet."""
+
+    def __init__(self, untimed_s: float) -> None:
+        self._untimed_s = untimed_s
+        self._evaluation_s = 0.0
+        """The longest evaluation so far."""
+        self._last: Mark | None = None
+
+    def passed(self, mark: Mark) -> None:
+        """A new mark: the time of an evaluation that has ended limits the next one."""
+        last, self._last = self._last, mark
+        if last is not None and last.what == EVALUATE:
+            self._evaluation_s = max(self._evaluation_s, mark.at_s - last.at_s)
+
+    def of(self, mark: Mark, monitor: StepTimeMonitor, num_done: int) -> Limit | None:
+        """The limit after this mark. `num_done`: the iterations that the process has finished.
+        None: what it does has no limit here: it joins, recovers or waits for orders."""
+        average_s = monitor.average_s
+        untimed = Limit(self._untimed_s, average_s, is_untimed=True, may_load=True)
+        if mark.phase == OUTSIDE_CODE:
+            if mark.what not in BETWEEN:
+                return None
+            if mark.what == EVALUATE and self._evaluation_s:
+                limit_s = max(STALLED_TIMES * self._evaluation_s, LENIENT_S)
+                return Limit(limit_s, self._evaluation_s, may_load=True)
+            return untimed
+        if not average_s or num_done < WARM_UP_NUM:
+            return untimed
+        limit_s = max(monitor.limit_s(mark.kind), STALL_S_MIN)
+        return Limit(limit_s, average_s, may_load=mark.what in LOADS_IN)
 
 
 class RankMonitors:
@@ -95,6 +156,20 @@ class RankMonitors:
                     self._report(body, None)
 
 
+class SlowReport(NamedTuple):
+    """A report of a slow iteration that still runs."""
+
+    generation: int
+    iteration: int
+    own_s: float
+    """The rank's own work in it by then."""
+    look: process_state.ProcessState | None
+    """The process state when this iteration was first reported."""
+
+    def of(self, mark: Mark) -> bool:
+        return (self.generation, self.iteration) == (mark.generation, mark.iteration)
+
+
 class RankMonitor:
     """One rank: the state of its page, and what was reported."""
 
@@ -102,6 +177,7 @@ class RankMonitor:
         self.page = page
         self._ids = {"task": order.task, "rank": order.rank, "attempt": order.attempt}
         self.pid = pid
+        self._limits = Limits(min(LENIENT_S, order.first_iteration_s_max))
         self._monitor: StepTimeMonitor = StepTimeMonitor()
         self._generation: int = 0
         self._num_done = 0
@@ -114,14 +190,12 @@ class RankMonitor:
         last changed: no mark is older than that, whatever the rank says, so that its stalls are no
         flood."""
         self._before: process_state.ProcessState | None = None
+        self._flow = DataFlow(pid)
+        """What it reads and writes since the last mark."""
         self._stalled: Mark | None = None
         self._reported_s = -REPORT_S
-        self._slow: tuple[int, int] | None = None
-        """Generation and iteration of the last slow iteration that was reported."""
-        self._slow_s = 0.0
-        """The rank's own work in that iteration, at the time of the last report."""
-        self._slow_look: process_state.ProcessState | None = None
-        """The process state when that iteration was first reported."""
+        self._slow: SlowReport | None = None
+        """The last one."""
         self._waiting: StepTimeChange | None = None
         """A step-time report held back because the last one was sent less than REPORT_S ago."""
 
@@ -155,28 +229,36 @@ class RankMonitor:
         if (mark.num, entered) != self._newest[:2]:
             moved_s = mark.at_s if mark.num != self._newest[0] else before_s
             self._newest = (mark.num, entered, before_s)
-            self._missed_s, self._before = 0.0, None
-            if self._stalled is not None:
-                reports.append(
-                    RankUnstalled(
-                        **self._ids,
-                        generation=mark.generation,
-                        iteration=mark.iteration,
-                        stalled_s=max(0.0, moved_s - self._stalled.at_s),
-                    )
-                )
-                self._stalled = None
+            self._missed_s, self._before, self._flow = 0.0, None, DataFlow(self.pid)
+            self._limits.passed(mark)
+            reports += self._check_unstalled(mark, moved_s)
         reports += self._check_done(now_s, mark)
-        if mark.phase != OUTSIDE_CODE:
-            reports += self._check_mark(now_s, mark)
+        if (limit := self._limits.of(mark, self._monitor, self._num_done)) is not None:
+            reports += self._check_mark(now_s, mark, limit)
         return reports
 
-    def _check_mark(self, now_s: float, mark: Mark) -> list[Body]:
-        limit_s = self._monitor.limit_s(mark.kind)
-        if not limit_s:
+    def _check_unstalled(self, mark: Mark, moved_s: float) -> list[Body]:
+        """`moved_s`: when the rank made progress."""
+        if self._stalled is None:
             return []
-        limit_s = max(limit_s, STALL_S_MIN)
-        in_s = now_s - max(mark.at_s, self._from_s, self._newest[2]) - self._missed_s
+        stalled_s = max(0.0, moved_s - self._stalled.at_s)
+        self._stalled = None
+        return [
+            RankUnstalled(
+                **self._ids,
+                generation=mark.generation,
+                iteration=mark.iteration,
+                stalled_s=stalled_s,
+            )
+        ]
+
+    def _check_mark(self, now_s: float, mark: Mark, limit: Limit) -> list[Body]:
+        limit_s = limit.s
+        from_s = max(mark.at_s, self._flow.moved_s)
+        in_s = now_s - max(from_s, self._from_s, self._newest[2]) - self._missed_s
+        if limit.may_load and in_s > limit_s / 3 and self._flow.look(now_s, within_s=limit_s / 2):
+            self._before = None
+            return self._check_unstalled(mark, now_s)
         if self._stalled is None and in_s > limit_s / 3 and self._before is None:
             self._before = process_state.look(self.pid)
         if (
@@ -193,35 +275,36 @@ class RankMonitor:
                     where="collective" if mark.phase == COLLECTIVE_CODE else "own",
                     what=mark.what,
                     collective=mark.collective,
-                    in_s=now_s - mark.at_s,
-                    normal_s=self._monitor.average_s,
+                    in_s=now_s - from_s,
+                    normal_s=limit.normal_s,
                     stack=process_state.describe(self.pid, self._before),
                     silent_peers=silent_peers(self.pid),
                     groups=tuple(_group(entry, now_s) for entry in told.entries),
                     are_groups_complete=told.is_complete,
                     waits=told.waits,
+                    is_untimed=limit.is_untimed,
                 )
             ]
-        return self._check_slow(now_s, mark, limit_s) if in_s < limit_s / 3 else []
+        if in_s >= limit_s / 3 or limit.is_untimed or mark.phase == OUTSIDE_CODE:
+            return []
+        return self._check_slow(now_s, mark, limit_s)
 
     def _check_slow(self, now_s: float, mark: Mark, limit_s: float) -> list[Body]:
         """Report an iteration whose own work takes too long although the rank passes marks. A rank
         that only waits for a slow peer is not slow."""
-        where = (mark.generation, mark.iteration)
         if self._stalled is not None or mark.phase == COLLECTIVE_CODE:
             return []
         own_s = now_s - max(mark.began_s, self._from_s) - mark.waited_s
-        again = self._slow == where
-        least_s = SLOW_AGAIN_TIMES * self._slow_s if again else limit_s
+        before = self._slow if self._slow is not None and self._slow.of(mark) else None
+        least_s = SLOW_AGAIN_TIMES * before.own_s if before is not None else limit_s
         if own_s <= least_s:
             return []
-        if again:
-            own_s -= process_state.starved_s(self.pid, self._slow_look)
+        if before is not None:
+            own_s -= process_state.starved_s(self.pid, before.look)
             if own_s <= least_s:
                 return []
-        else:
-            self._slow_look = process_state.look(self.pid)
-        self._slow, self._slow_s = where, own_s
+        look = before.look if before is not None else process_state.look(self.pid)
+        self._slow = SlowReport(mark.generation, mark.iteration, own_s, look)
         normal_s = self._monitor.own.normal or self._monitor.average_s
         return [
             self._step_time(
@@ -247,8 +330,8 @@ class RankMonitor:
         """Some iterations after a reported slow iteration, report the step time since then."""
         if (
             self._slow is not None
-            and self._slow[0] == generation
-            and iteration >= self._slow[1] + 2 * WARM_UP_NUM
+            and self._slow.generation == generation
+            and iteration >= self._slow.iteration + 2 * WARM_UP_NUM
             and self._waiting is None
         ):
             self._slow = None
