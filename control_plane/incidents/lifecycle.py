@@ -222,6 +222,7 @@ def _steps_whole(task: Task, incident: Incident) -> str:
     full = all(
         (rank := task.ranks.get(seat.rank)) is not None
         and rank.slot == seat.slot
+        and not rank.stopping
         and (not task.heals_in_memory or task.member(seat.rank) is not None)
         for seat in task.target
     )

@@ -87,11 +87,12 @@ def test_an_output_that_is_gone_ends_no_process(cluster: Any, tmp_path: Path) ->
     hold.unlink()
     cluster.wait_told(task, "CheckpointFailed", task=task, final=True)
     os.kill(cluster.pids(task)[0], signal.SIGKILL)
-    closed = cluster.wait_told(task, "IncidentClosed").body
-    assert (closed.outcome, closed.iterations_lost) == ("healed", 0)
+    cluster.wait_told(task, "IncidentRecovering", iterations_lost=0)
     assert cluster.task(task)["state"] == "saving"
     output.unlink()
     away.rename(output)
     assert cluster.wait_ended(task)["state"] == "finished"
+    closed = cluster.wait_told(task, "IncidentClosed").body
+    assert (closed.outcome, closed.iterations_lost) == ("healed", 0)
     assert (output / "latest").resolve().name == "iter-40"
     cluster.verify()

@@ -100,7 +100,8 @@ def test_printed_progress_gives_a_measured_throughput(cluster: RealCluster, tmp_
     seq, rank = cluster.seq(), cluster.task(task)["ranks"][0]
     done = cluster.task(task)["iteration"]
     os.kill(rank["pid"], signal.SIGKILL)
-    cluster.wait_told(seq, "IncidentClosed", outcome="healed")
+    closed = cluster.wait_told(seq, "IncidentClosed").body
+    assert closed.outcome == ("set back" if closed.iterations_lost else "healed")
     restarted: Any = cluster.wait(
         lambda: next(
             (

@@ -105,7 +105,9 @@ def test_a_host_that_nobody_reaches_is_lost(cluster: HostsCluster, task: int, fa
     probed = cluster.told(after, "NodeProbed", target=node)
     assert not any(one.body.reached for one in probed)
     # the others' processes start again without it
-    cluster.wait_told(record.seq, "IncidentClosed")
+    recovering = cluster.wait_told(record.seq, "IncidentRecovering")
+    started = [one.seq for one in cluster.told(record.seq, "RankStarted", task=task)]
+    assert len([seq for seq in started if seq < recovering.seq]) == len(cluster.task(task)["ranks"])
     back = cluster.seq()
     cluster.network.mend(node)
     if fault == "killed":  # the host boots
