@@ -17,17 +17,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from bench.overhead.pairs import Baseline
 from bench.recovery.rows import Row, finish, interval
 from loop_driver import changed_example, drive_loop
 from nursery import Nursery
 from unicron.events.records.reports import RankFinished
 from unicron.events.spec.model import Axes
+from unicron.events.spec.parallelism import num_positions
 
 ROOT = Path(__file__).resolve().parents[3]
 SYSTEM = "unicron"
 RATIO_MAX, WIDTH_MAX = 1.01, 0.01
 FOLDERS = [str(ROOT / "tests"), str(ROOT / "tests" / "drivers")]
-AXES, MICRO_BATCHES = Axes(dp=2), 8
+MICRO_BATCHES = 8
 LIMIT_S = 3600.0
 LAUNCHES_NUM, WARM_UP = 24, 3
 """WARM_UP: iterations of each that are not counted: the first ones create states and buffers."""
@@ -47,13 +49,19 @@ class Case(NamedTuple):
     loop: dict[str, Any] = {}  # noqa: RUF012
     ratio_max: float = math.inf
     num_pairs: int = 8
+    axes: Axes = Axes(dp=2)
+    against: Baseline = "stock"
 
 
+COUNTED_MAX = 1.005
+"""Goal for the counts of what a rank has entered in each group."""
 CASES = {
     "overhead": Case(2, 512, ratio_max=RATIO_MAX),
     "overhead_128_tokens": Case(2, 64),
     "bitwise_int64": Case(8, 512, EXACT, 1.05, 4),
     "bitwise_int32": Case(8, 512, EXACT | {"reproducible_bits": 32}, 1.02, 4),
+    "counted_dp4": Case(2, 64, {}, COUNTED_MAX, 12, Axes(dp=4), "uncounted"),
+    "counted_tp2dp2": Case(2, 64, {"tensor": [2]}, COUNTED_MAX, 12, Axes(tp=2, dp=2), "uncounted"),
 }
 WHY = """\
 Why this is valid: each rank runs an iteration of Unicron's loop and one of Megatron's own schedule
@@ -64,14 +72,16 @@ threads of all ranks, has no waits for other programs in it. What other programs
 not: it stays as long as the processes. So a value is the median of one launch of the processes.
 The interval of the median of all launches is exact for any distribution of noise (sign test,
 95 %). Not in it: time that a GPU would idle, for which tests/workers/training/test_host_reads.py
-counts the waits of the host."""
+counts the waits of the host.
+In the cases `counted_...` both halves of a pair are iterations of Unicron's loop; in the second one
+nothing counts what the rank enters in its groups. Megatron's loop is never counted."""
 MEASURE = """
 import sys
 sys.path[:0] = {folders!r}
 import os
 os.environ["UNICRON_TRACE_DIR"] = ""
 from bench.overhead import pairs
-pairs.measure({folder!r}, int(os.environ["UNICRON_RANK"]), {num})
+pairs.measure({folder!r}, int(os.environ["UNICRON_RANK"]), {num}, {against!r})
 """
 
 
@@ -109,7 +119,7 @@ def main() -> None:
                 ("iteration_ratio", median(ratios), "x"),
                 ("iteration_ratio_low", low, "x"),
                 ("iteration_ratio_high", high, "x"),
-                ("stock_cpu_s", median(stock_s), "s"),
+                (f"{CASES[case].against}_cpu_s", median(stock_s), "s"),
             )
         ]
         if math.isfinite(ratio_max):
@@ -138,23 +148,26 @@ def trained(folder: Path, case: Case) -> Path:
 
 
 def measured(folder: Path, case: Case) -> list[tuple[float, float]]:
-    """CPU seconds of all ranks in each pair: Unicron's, stock's."""
-    total, ranks = WARM_UP + case.num_pairs, [0, 1]
+    """CPU seconds of all ranks in each pair: Unicron's, those of what it is compared with."""
+    total, ranks = WARM_UP + case.num_pairs, list(range(num_positions(case.axes)))
     os.environ.update(HUGE_PAGES)
     with closing(Nursery(folder / "zygote.log")) as nursery:
         driver = drive_loop(
             folder,
             nursery,
             [],
-            iterations=total,
+            iterations=total * (2 if case.against == "uncounted" else 1),
             micro_batches=MICRO_BATCHES,
             script=trained(folder, case),
             **case.loop,
         )
-        driver.patch = MEASURE.format(folders=FOLDERS, folder=str(folder), num=total) + driver.patch
+        measure = MEASURE.format(
+            folders=FOLDERS, folder=str(folder), num=total, against=case.against
+        )
+        driver.patch = measure + driver.patch
         try:
             driver.start(*ranks)
-            driver.form(ranks, axes=AXES)
+            driver.form(ranks, axes=case.axes)
             for rank in ranks:
                 driver.wait(RankFinished, rank, limit_s=LIMIT_S)
             driver.finish(ranks)
