@@ -27,7 +27,7 @@ Channel = tuple[int, int, int]
 
 class Located(NamedTuple):
     """What the groups show: `rank`: these hang; `mismatch`: these called something else than their
-    peers; `network`: operations that all have entered do not end."""
+    peers, or in another order; `network`: operations that all have entered do not end."""
 
     kind: Literal["rank", "mismatch", "network"]
     ranks: tuple[int, ...]
@@ -75,6 +75,9 @@ def _judged(location: HangLocation) -> Located | None:
     if hung and not is_stuck:
         since_ns = min(suspect.waited_since_ns for suspect in hung)
         return Located("rank", _ranks(hung), _whys(hung), since_ns / 1e9)
+    in_circle = [suspect for suspect in location.suspects if suspect.confidence == "low"]
+    if in_circle:
+        return Located("mismatch", (), _whys(in_circle))
     if location.stuck:
         stuck = location.stuck[0]
         ranks = ", ".join(map(str, stuck.ranks))

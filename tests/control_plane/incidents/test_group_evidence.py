@@ -510,3 +510,13 @@ def test_who_enters_alone_what_no_peer_enters_is_a_mismatch() -> None:
     located = locate_stalls(stalls, range(4))
     assert located is not None
     assert (located.kind, located.ranks) == ("mismatch", (1,)), located
+
+
+def test_who_skips_a_collective_is_told_with_the_peer_that_waits_for_it() -> None:
+    """Rank 1 has skipped one of all, and waits for rank 3, which is there."""
+    stalls = {rank: waiting(rank, entered(WORLD, 7, order=3)) for rank in range(4)}
+    stalls[1] = waiting(1, entered(WORLD, 6, order=1), entered(DP[1], 2, order=3))
+    located = locate_stalls(stalls, range(4))
+    assert located is not None
+    assert (located.kind, located.ranks) == ("mismatch", ()), located
+    assert "waits in a circle with ranks 1 3" in located.why, located
