@@ -122,7 +122,7 @@ def _classify(
         numbers = tuple(rank.rank for rank in own)
         waits_s = min(stall.since_s for stall in stalls.values() if stall.where != "own")
         return Hang(
-            kind="rank",
+            kind="mismatch" if _is_astray(own, stalls) else "rank",
             ranks=numbers,
             evidence=evidence,
             since_s=min(stalls[number].since_s for number in numbers),
@@ -289,10 +289,25 @@ def _of_ranks(guilty: list[Rank], stalls: dict[int, Stall], num_waiting: int) ->
     after = f" after {stall.what}" if stall.what else ""
     verb = "is stalled" if len(guilty) == 1 else "are stalled"
     others = "1 other waits" if num_waiting == 1 else f"{num_waiting} others wait"
+    astray = f" in {_last_entered(stall)}, none of its step" if _is_astray(guilty, stalls) else ""
     return (
-        f"{who} {verb}{after} in iteration {stall.iteration}, collective "
+        f"{who} {verb}{after} in iteration {stall.iteration}{astray}, collective "
         f"{stall.collective + 1} not entered; {others}"
     )
+
+
+def _is_astray(guilty: Sequence[Rank], stalls: Mapping[int, Stall]) -> bool:
+    """Whether the rank waits in an operation, while its marks say that it works: the step that it
+    shares with its peers has not started that one."""
+    return len(guilty) == 1 and stalls[guilty[0].rank].waits
+
+
+def _last_entered(stall: Stall) -> str:
+    """For example `all_reduce 7 of world`."""
+    told = max(stall.groups, key=lambda told: told.order, default=None)
+    if told is None:
+        return "an operation"
+    return f"{told.kind} {told.entered} of {told.role or f'group {told.key:08x}'}"
 
 
 def _of_groups(

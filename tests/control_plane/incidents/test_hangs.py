@@ -601,6 +601,19 @@ def test_groups_that_contradict_the_marks_are_not_believed(d: Driver, task: int)
     assert hang.ranks == (3,)
 
 
+def test_a_rank_that_waits_where_its_step_does_not_is_a_mismatch(d: Driver, task: int) -> None:
+    """Its peers have launched more since, so that its last call is compared with none of theirs."""
+    told(d, task, dict.fromkeys(range(4), (0, 0, 7)))
+    replace_stall(d, task, 1, where="own", waits=True)
+    hang = locate_hang(d.state, task_of(d, task))
+    assert hang is not None
+    assert (hang.kind, hang.ranks) == ("mismatch", (1,))
+    assert hang.why == (
+        "rank 1 on n1 is stalled after backward in iteration 1 in all_reduce 7 of world, none of "
+        "its step, collective 1 not entered; 3 others wait"
+    )
+
+
 def test_without_the_groups_of_all_the_marks_decide(d: Driver, task: int) -> None:
     told(d, task, {0: (8, 3, 5), 1: (7, 3, 5), 2: (9, 4, 5), 3: (9, 4, 5)})
     replace_stall(d, task, 2, groups=(), are_groups_complete=False)
