@@ -9,7 +9,7 @@ waits for that peer, or will wait, wherever its host is now. With gloo it also t
 in a wait. Where ranks seem to wait in a circle, that decides: who works is the cause.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -21,6 +21,8 @@ from .hang_locator import NOT_ENTERED, HangLocation, Suspect, locate
 SEND, RECEIVE = "send", "receive"
 SAME_SIZE = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
 """Collectives whose first tensor has one size on all members."""
+COUNTED_BY_MARKS = ("world", "dp_cp")
+"""Groups in which the step alone starts operations: a mark says that it enters each of them."""
 Channel = tuple[int, int, int]
 """The messages of one direction between two ranks: key of their group, sender, receiver."""
 
@@ -54,11 +56,10 @@ def locate_stalls(stalls: Mapping[int, Stall], members: Sequence[int]) -> Locate
         return None
     if located.kind == "rank" and any(stalls[rank].waits for rank in located.ranks):
         return None  # who waits is not the cause: another rank has told what is not so
-    if located.kind == "network" and not all(
-        stall.are_groups_complete for stall in stalls.values()
-    ):
-        return None
-    return located
+    if located.kind != "network":
+        return located
+    is_complete = all(stall.are_groups_complete for stall in stalls.values())
+    return evidence.miscounted() or (located if is_complete else None)
 
 
 def _judged(location: HangLocation) -> Located | None:
@@ -167,6 +168,30 @@ class _Evidence:
             rank: self._dump(rank, sorted(ops, key=lambda op: op.order))
             for rank, ops in pending.items()
         }
+
+    def miscounted(self) -> Located | None:
+        """The one rank that has entered more or fewer operations of a group than all its peers,
+        with which it waits at the same point of the step: it has skipped one, or entered one alone.
+        """
+        for group, told in self._groups.items():
+            stalls = [self._stalls[rank] for rank in told]
+            num_ranks = Counter(progress.entered for progress in told.values())
+            if (
+                group.name in COUNTED_BY_MARKS
+                and len(told) == len(self._members[group]) > 2
+                and all(stall.waits and stall.where == "collective" for stall in stalls)
+                and len({stall.position for stall in stalls}) == 1
+                and sorted(num_ranks.values()) == [1, len(told) - 1]
+            ):
+                (usual, _), (_, _) = num_ranks.most_common()
+                (rank,) = [one for one, progress in told.items() if progress.entered != usual]
+                return Located(
+                    "mismatch",
+                    (rank,),
+                    f"has entered {told[rank].entered} operations of {group}, where the other "
+                    f"ranks have entered {usual} at the same point of the iteration",
+                )
+        return None
 
     def _differ(self, group: Group) -> bool:
         """Whether members that have entered as many operations have not entered the same last."""

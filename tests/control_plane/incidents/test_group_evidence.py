@@ -27,6 +27,9 @@ ITERATIONS = 3
 Group = tuple[str, tuple[int, ...]]
 
 
+COUNTED = ("world", "dp_cp")
+
+
 class Op(NamedTuple):
     """One line of a rank's program. `what`: a kind of a collective, "send", "receive", "wait" for
     the handles of all operations that were started without a wait, "item" (the host waits for its
@@ -180,7 +183,9 @@ class World:
             iteration=1,
             where="collective",
             what="forward",
-            collective=0,
+            collective=sum(  # the marks count these alone
+                len(numbers) for side, numbers in rank.entered.items() if side[0] in COUNTED
+            ),
             since_s=10.0,
             normal_s=1.0,
             told_s=15.0,
@@ -510,6 +515,18 @@ def test_who_enters_alone_what_no_peer_enters_is_a_mismatch() -> None:
     located = locate_stalls(stalls, range(4))
     assert located is not None
     assert (located.kind, located.ranks) == ("mismatch", (1,)), located
+
+
+def test_who_has_launched_fewer_than_its_peers_is_a_mismatch() -> None:
+    """All wait for all that they have launched; rank 1 has skipped one before."""
+    stalls = {rank: waiting(rank, entered(WORLD, 7 - (rank == 1), order=3)) for rank in range(4)}
+    located = locate_stalls(stalls, range(4))
+    assert located is not None
+    assert (located.kind, located.ranks) == ("mismatch", (1,)), located
+    assert located.why.startswith("has entered 6 operations of world")
+    moved = {**stalls, 1: replace(stalls[1], collective=stalls[1].collective + 1)}
+    elsewhere = locate_stalls(moved, range(4))
+    assert elsewhere is None or not elsewhere.ranks
 
 
 def test_who_skips_a_collective_is_told_with_the_peer_that_waits_for_it() -> None:
