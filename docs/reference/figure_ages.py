@@ -141,6 +141,7 @@ FIGURES = {
     "chaos-training-bitwise": Figure("chaos-training EXACT=1", "tests/drivers", HEALING),
     "fault-matrix": Figure("fault-matrix", "tests/matrix", TRAINING),
     "fault-matrix-loops": Figure("fault-matrix", "tests/matrix", TRAINING),
+    "fault-matrix-hangs": Figure("fault-matrix FAULTS=hang", "tests/matrix", HEALING),
     "fault-matrix-bitwise": Figure("fault-matrix EXACT=1", "tests/matrix", TRAINING),
     "hosts": Figure("demo-hosts", "tests/hosts", HEALING, "root"),
     "slurm": Figure("demo-slurm", "tests/slurm", (*HEALING, "deploy/slurm"), "Slurm"),

@@ -15,6 +15,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from bench.attack import main as attack
@@ -33,7 +34,8 @@ from fuzz import counts as fuzz_counts
 from fuzz import main as fuzz
 from hosts import demo as hosts
 from matrix.cells import cells, loop_cells
-from matrix.table import markdown, markdown_of_loops
+from matrix.hang_cells import hang_cells
+from matrix.table import markdown, markdown_of_hangs, markdown_of_loops
 from mutants import table as mutants
 from slurm import demo as slurm
 
@@ -435,6 +437,17 @@ def _loops(rows: Sequence[Row], about: About) -> str:
     )
 
 
+def _hangs(rows: Sequence[Row], about: About) -> str:
+    outcomes = {one.case: str(one.value) for one in rows if one.metric == "outcome"}
+    acted_s = [one.value for one in rows if one.metric == "acted_s" and one.value is not None]
+    equal = sum(outcomes[name] == "equal" for name in HANG_MATRIX)
+    times = f" Acted upon after {median(acted_s):.1f} s (median), {max(acted_s):.1f} s at most."
+    return (
+        f"{len(HANG_MATRIX)} runs, {equal} of them as they must be.{times if acted_s else ''}\n\n"
+        f"{markdown_of_hangs(outcomes)}"
+    )
+
+
 def _mutants(rows: Sequence[Row], about: About) -> str:
     return f"{about['cores']} cores. {mutants.markdown(rows)}"
 
@@ -538,6 +551,7 @@ def _disasters(rows: Sequence[Row], about: About) -> str:
 
 MATRIX = tuple(cell.name for cell in cells() if not cell.absent)
 LOOP_MATRIX = tuple(cell.name for cell in loop_cells())
+HANG_MATRIX = tuple(cell.name for cell in hang_cells() if not cell.absent)
 CHANGES = tuple(f"{case}: {change.what}" for change in SENSITIVITY for case in TRACES)
 BLOCKS = {
     "attack": Block(
@@ -610,6 +624,9 @@ BLOCKS = {
     ),
     "fault-matrix-loops": Block(
         "docs/reference/fault-matrix.md", "fault-matrix", LOOP_MATRIX, "outcome", _loops
+    ),
+    "fault-matrix-hangs": Block(
+        "docs/reference/fault-matrix.md", "fault-matrix-hangs", HANG_MATRIX, "outcome", _hangs
     ),
     "mutants": Block(
         "docs/reference/mutants.md", "mutants", mutants.PATCHES, mutants.IN_TEST, _mutants

@@ -62,6 +62,14 @@ FLAGS: dict[str, Changes] = {
         ),
         (OPTIMIZER, f"{OPTIMIZER} overlap_param_gather=True,"),
     ],
+    "held evaluation": [
+        (
+            "    began_s = time.monotonic()\n",
+            "    import sys\n\n"
+            '    sys.rank_trace.note("evaluate", 0, 0)\n'
+            "    began_s = time.monotonic()\n",
+        )
+    ],
     "evaluation at the end": [(LAST, f"{LAST}\n    job.evaluate(lambda: validate(job))\n")],
     "bf16": _in_16_bits("bfloat16", "bf16=True"),
     # Measured: the gradients are finite at 2,048, but not at 4,096. So every third iteration is

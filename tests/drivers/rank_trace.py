@@ -3,7 +3,8 @@
 `install` puts this file into a folder as `trace.py`. Ranks whose UNICRON_TRACE_DIR is that folder
 use its `Trace` (workers/training/process/trace.py). When a phase begins, the rank writes one line
 of JSON to `<task>-<rank>.jsonl`: `t` (seconds since 1970), task, rank, attempt, pid, generation,
-iteration, micro_batch and bucket (-1 if meaningless), event.
+iteration, micro_batch and bucket (-1 if meaningless), event, nth (how often it came in this
+iteration).
 
 A file `hold/<task>-<rank>` holds the rank at an event, or injects a fault there
 (real_cluster.py, `hold`).
@@ -15,6 +16,7 @@ import ctypes
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -61,6 +63,80 @@ def _sleep() -> NoReturn:
 
 BLOCKING: dict[str, Callable[[], NoReturn]] = {"gil": _hold_gil, "loop": _loop, "sleep": _sleep}
 
+# --- Wrong collectives ---
+#
+# With NCCL, what does not match hangs. gloo matches operations of one kind by their number,
+# whatever their size, and ends a process that receives too much. So where a wrong operation would
+# match, those of its group are kept behind others that never end.
+GLOO_THREADS_NUM = 2
+"""How many operations of a group gloo runs at a time."""
+OTHER_NUM = 7919
+"""Elements of a tensor that no step has."""
+_unending: list[Any] = []
+
+
+def _keep_behind(group: Any) -> None:
+    """Let no operation that this process starts in `group` from now on begin."""
+    import torch
+    import torch.distributed as dist
+
+    backend = group._get_backend(torch.device("cpu"))  # its methods are not counted
+    _unending.extend(backend.barrier(dist.BarrierOptions()) for _ in range(GLOO_THREADS_NUM))
+
+
+def _enter_alone() -> None:
+    import torch.distributed as dist
+
+    dist.barrier()
+
+
+def _enter_another_size() -> None:
+    import torch
+    import torch.distributed as dist
+
+    _keep_behind(dist.group.WORLD)
+    dist.all_reduce(torch.zeros(OTHER_NUM))
+
+
+class _Ended:
+    """The handle of an operation that was skipped."""
+
+    def wait(self, *args: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _skip_one() -> None:
+    """Skip the next collective of all members, and go on."""
+    import torch.distributed as dist
+    from unicron.workers.training.dependencies.private_torch import COLLECTIVES
+
+    world: Any = dist.group.WORLD
+    _keep_behind(world)
+    skipped = [world.group_name]
+
+    def unless_skipped(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(group: Any, *args: Any, **options: Any) -> Any:
+            if skipped and group.group_name == skipped[0]:
+                skipped.clear()
+                return _Ended()
+            return original(group, *args, **options)
+
+        return call
+
+    for name in COLLECTIVES:
+        if (original := getattr(dist.ProcessGroup, name, None)) is not None:
+            setattr(dist.ProcessGroup, name, unless_skipped(original))
+
+
+WRONG: dict[str, Callable[[], None]] = {
+    "alone": _enter_alone,
+    "size": _enter_another_size,
+    "skip": _skip_one,
+}
+
 
 class Trace(trace.Trace):
     """The trace of one rank. If `folder` is empty, it writes nothing and never holds the rank."""
@@ -77,6 +153,9 @@ class Trace(trace.Trace):
                 0o644,
             )
         self._hold = Path(folder, "hold", f"{task}-{rank}")
+        self._noted: dict[str, tuple[int, int, int]] = {}
+        """Event -> generation and iteration in which it came last, and how often there."""
+        vars(sys)["rank_trace"] = self  # for scripts whose own functions are held
 
     def note(
         self,
@@ -96,6 +175,7 @@ class Trace(trace.Trace):
             "micro_batch": micro_batch,
             "bucket": bucket,
             "event": event,
+            "nth": self._count(event, generation, iteration),
         }
         self._write(where)
         is_held = False
@@ -113,6 +193,11 @@ class Trace(trace.Trace):
                 self._hold.unlink()
                 self._write(where | {"event": "held"})
                 block()
+            if enter := WRONG.get(then):
+                self._hold.unlink()
+                self._write(where | {"event": "held"})
+                enter()
+                return
             if not is_held:
                 self._write(where | {"event": "held"})
                 is_held = True
@@ -134,6 +219,13 @@ class Trace(trace.Trace):
         for part in optimizers.parts(trainee.optimizer):
             if not optimizers.is_fused(part):  # which steps all groups in one call
                 _note_groups(part, note)
+
+    def _count(self, event: str, generation: int, iteration: int) -> int:
+        """How often this event has come in this iteration."""
+        *before, num = self._noted.get(event, (-1, -1, 0))
+        num = num + 1 if before == [generation, iteration] else 1
+        self._noted[event] = (generation, iteration, num)
+        return num
 
     def _read_hold(self) -> dict[str, Any] | None:
         try:

@@ -237,14 +237,17 @@ class RealCluster:
         """Request an action of a rank's trace (rank_trace.py). Deleting the returned file ends the
         request.
 
-        After it has written an event, a rank reads this file: JSON of event, iteration, micro_batch
-        and bucket, as far as they matter. If it matches, the rank writes `held`, until the file is
-        gone or names something else. `then` selects another action:
+        After it has written an event, a rank reads this file: JSON of event, iteration,
+        micro_batch, bucket and nth, as far as they matter. If it matches, the rank writes `held`,
+        until the file is gone or names something else. `then` selects another action:
 
         - "raise": remove the file and raise InjectedFault;
         - "fail": remove the file and raise a RuntimeError, like a collective that is cut off;
         - "gil": remove the file and sleep for ever in C code that holds the interpreter's lock;
         - "loop", "sleep": remove the file and loop, or sleep, for ever;
+        - "alone": remove the file and enter a barrier of all members that only this rank enters;
+        - "size": the same, an all-reduce of another size than any other;
+        - "skip": remove the file and skip the next collective of all members;
         - "slow" with `slow_s`: sleep for that time at each such event while the file exists.
         """
         hold = self.path / "trace" / "hold" / f"{task}-{rank}"

@@ -82,6 +82,10 @@ class Twins:
         Returns that checkpoint and the folder of the run. `options` go to the reference run.
         """
         ours = (Path(spec["train"]["output"]) / "latest").resolve()
+        return ours, self.begin(spec, int(ours.name.removeprefix("iter-")), *options)
+
+    def begin(self, spec: Spec, iterations: int, *options: str) -> Path:
+        """Start the reference run of this many iterations; returns its folder."""
         out = self._folder / f"{len(self._running)}-{spec['name']}"
         out.mkdir()
         file = out / "spec.json"
@@ -97,7 +101,7 @@ class Twins:
                     "--out",
                     str(out),
                     "--iterations",
-                    ours.name.removeprefix("iter-"),
+                    str(iterations),
                     *options,
                 ],
                 stdin=subprocess.DEVNULL,
@@ -107,7 +111,7 @@ class Twins:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         _give_way(self._running[out].pid, NICE_NUM)
-        return ours, out
+        return out
 
     def trained(self, out: Path) -> Path:
         """The final state of a reference run, after waiting for its end."""
@@ -121,20 +125,14 @@ class Twins:
         `untold_s_max`: the time of iterations that a cancelled task saved but did not report.
         """
         final = self.trained(out)
-        gap, twin = reference.compare(ours, final), reference.read(final)
-        wanted = list(twin["numbers.losses"])
+        wanted = list(reference.read(final)["numbers.losses"])
         # Not bit by bit: another member may report, and members may sum in another order.
         saved = reference.read(ours)
         kept = list(saved["numbers.losses"])
         assert len(kept) == len(wanted)
         assert sum(saved["numbers.step_s"][len(losses) :]) <= untold_s_max
         assert all(abs(a - b) < SAME_REL_MAX * b for a, b in zip(losses, kept, strict=False))
-        assert gap.num_losses == len(wanted)
-        assert gap.loss_rel < LOSS_REL_MAX, gap
-        params = [value for name, value in twin.items() if name.startswith("model.")]
-        squares = sum(float(param.double().square().sum()) for param in params)
-        step_rel = RATE * float(sum(param.numel() for param in params) / squares) ** 0.5
-        assert gap.param_rel < STEP_SHARE_MAX * step_rel, (gap, step_rel)
+        assert not (why := unequal(ours, final)), why
         # The check must be able to fail: losses shifted by one iteration are far outside.
         shifted = [abs(a - b) / b for a, b in zip(wanted[1:], wanted, strict=False)]
         assert max(shifted) > 100 * LOSS_REL_MAX
@@ -154,6 +152,21 @@ class Twins:
             if process.poll() is None:
                 process.kill()
             process.wait()
+
+
+def unequal(ours: Path, final: Path, rate: float = RATE) -> str:
+    """Why the losses or the model of a checkpoint are not those of a reference run; "": they are.
+    `rate`: the learning rate of the last steps."""
+    gap, twin = reference.compare(ours, final), reference.read(final)
+    params = [value for name, value in twin.items() if name.startswith("model.")]
+    squares = sum(float(param.double().square().sum()) for param in params)
+    step_rel = rate * float(sum(param.numel() for param in params) / squares) ** 0.5
+    is_equal = (
+        gap.num_losses == len(twin["numbers.losses"])
+        and gap.loss_rel < LOSS_REL_MAX
+        and gap.param_rel < STEP_SHARE_MAX * step_rel
+    )
+    return "" if is_equal else f"{gap}, a step is {step_rel:.1e} of the parameters"
 
 
 def _give_way(pid: int, nice_num: int) -> None:

@@ -128,6 +128,7 @@ def test_a_page_without_the_block_is_an_error(tmp_path: Path) -> None:
             "throughput",
             "fault-matrix",
             "fault-matrix-loops",
+            "fault-matrix-hangs",
             "fuzz",
             "mutants",
         )
@@ -224,6 +225,17 @@ def test_the_loops_of_the_matrix_are_written_when_they_are_whole(tmp_path: Path)
     page = measured(tmp_path, "fault-matrix-loops", rows)
     assert "| loop | point | SIGKILL | SIGSTOP |" in page
     assert page.count(" = |") == len(rows)
+
+
+def test_the_hang_rows_are_written_when_they_are_whole(tmp_path: Path) -> None:
+    rows = [
+        row(name, "unicron", "outcome", None, 1) | {"value": "equal", "unit": ""}
+        for name in figures.HANG_MATRIX
+    ]
+    assert measured(tmp_path, "fault-matrix-hangs", rows[1:]) == PAGE.format("fault-matrix-hangs")
+    page = measured(tmp_path, "fault-matrix-hangs", rows)
+    assert page.count(" = ") == len(rows)
+    assert "| first iteration | = enters a collective alone |" in page
 
 
 def test_the_mutants_are_written_when_all_were_run(tmp_path: Path) -> None:

@@ -2,62 +2,100 @@
 
 Each of these is a comma-separated list of prefixes. One cell runs at a time, with at most nine
 ranks; its reference run is trained before. The exit code is 1 if a cell is not equal. The rows of
-runs at one commit add up: so the matrix may be run in parts, and a cell again.
+runs at one commit add up: so the matrix may be run in parts, and a cell again. FAULTS=hang selects
+the hang rows (hang_cells.py), whose figures have a file of their own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from bench.recovery.rows import describe, stamp
 from matrix.cells import FAULTS, Cell, cells, exact_cells, loop_cells
-from matrix.table import table
+from matrix.hang_cells import HANGS, HangCell, hang_cells
+from matrix.hang_trial import HangTrials, HangVerdict, hang_cluster
+from matrix.table import hang_table, table
 from matrix.trial import Trials, Verdict
 from nursery import Nursery
+from twins import Twins
 
 FOLDER = Path("build/fault-matrix")
 FIGURES = Path("build/bench/fault-matrix.json")
 EXACT_FIGURES = FIGURES.with_stem("fault-matrix-bitwise")
+HANG_FIGURES = FIGURES.with_stem("fault-matrix-hangs")
+T = TypeVar("T", Verdict, HangVerdict)
 
 
 def main() -> None:
     """Run the selected cells, print the result, write the numbers."""
     options = _asked()
-    figures = EXACT_FIGURES if "bitwise" in options[0].variant.name else FIGURES
-    began_s = time.monotonic()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     FOLDER.mkdir(parents=True, exist_ok=True)
-    nursery = Nursery(FOLDER / "zygote.log")
-    verdicts: list[Verdict] = []
-    commit = describe()["commit"]
+    struck = [cell for cell in options if isinstance(cell, Cell)]
+    hung = [cell for cell in options if isinstance(cell, HangCell)]
+    are_equal = True
+    if struck:
+        figures = EXACT_FIGURES if "bitwise" in struck[0].variant.name else FIGURES
+        nursery = Nursery(FOLDER / "zygote.log")
+        try:
+            trials = Trials(FOLDER, nursery)
+            are_equal &= _run(struck, trials.run, table, figures)
+        finally:
+            nursery.close()
+    if hung:
+        are_equal &= _run_hangs(hung)
+    sys.exit(0 if are_equal else 1)
+
+
+def _run_hangs(asked: Sequence[HangCell]) -> bool:
+    folder = FOLDER / "hangs"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    twins = Twins(folder)
     try:
-        trials = Trials(FOLDER, nursery)
-        for number, cell in enumerate(options, 1):
-            verdicts.append(trials.run(cell))
-            print(f"{number:4}/{len(options)}  {_line(verdicts[-1])}", flush=True)
+        with hang_cluster(folder / "cluster") as cluster:
+            trials = HangTrials(folder, cluster, twins)
+            return _run(asked, trials.run, hang_table, HANG_FIGURES)
+    finally:
+        twins.stop()
+
+
+def _run(
+    asked: Sequence[Any],
+    run: Callable[[Any], T],
+    shown: Callable[[Sequence[T]], list[str]],
+    figures: Path,
+) -> bool:
+    """Run these cells; returns whether all are equal."""
+    began_s, commit = time.monotonic(), describe()["commit"]
+    verdicts: list[T] = []
+    try:
+        for number, cell in enumerate(asked, 1):
+            verdicts.append(run(cell))
+            print(f"{number:4}/{len(asked)}  {_line(verdicts[-1])}", flush=True)
     except (KeyboardInterrupt, SystemExit):
         _write(figures, verdicts, commit)
         raise
-    finally:
-        nursery.close()
-    print("", *table(verdicts), sep="\n")
+    print("", *shown(verdicts), sep="\n")
     counts = Counter(verdict.outcome for verdict in verdicts)
     print(
         f"\n{len(verdicts)} cells in {time.monotonic() - began_s:.0f} s: "
         + ", ".join(f"{counts[word]} {word}" for word in ("equal", "not equal", "not run"))
     )
     print(f"figures: {figures}, {_write(figures, verdicts, commit)} cells at this commit")
-    sys.exit(1 if counts["not equal"] else 0)
+    return not counts["not equal"]
 
 
-def _write(figures: Path, verdicts: Sequence[Verdict], commit: str) -> int:
+def _write(figures: Path, verdicts: Sequence[Verdict | HangVerdict], commit: str) -> int:
     """Write the rows, with those of other cells that were run at the same commit; the number of
     cells. A run of a commit with changes counts for itself only."""
     kept: list[dict[str, object]] = []
@@ -77,7 +115,7 @@ def _write(figures: Path, verdicts: Sequence[Verdict], commit: str) -> int:
     return len({row["case"] for row in rows})
 
 
-def _asked() -> list[Cell]:
+def _asked() -> list[Cell | HangCell]:
     parser = argparse.ArgumentParser(prog="make fault-matrix")
     for name in ("points", "faults", "variants"):
         parser.add_argument(f"--{name}", default="", help="beginnings, with commas between")
@@ -85,10 +123,12 @@ def _asked() -> list[Cell]:
         "--exact", action="store_true", help="with reproducible: bitwise, where no bit may differ"
     )
     args = parser.parse_args()
-    every = [*exact_cells()] if args.exact else [*cells(), *loop_cells()]
+    every: list[Cell | HangCell] = (
+        [*exact_cells()] if args.exact else [*cells(), *loop_cells(), *hang_cells()]
+    )
     there = {
         "points": [cell.point.name for cell in every],
-        "faults": list(FAULTS),
+        "faults": [*FAULTS, *HANGS],
         "variants": [cell.variant.name for cell in every],
     }
     chosen = {key: _chosen(parser, key, getattr(args, key), names) for key, names in there.items()}
@@ -120,7 +160,13 @@ def _chosen(
     return found
 
 
-def _line(verdict: Verdict) -> str:
+def _line(verdict: Verdict | HangVerdict) -> str:
+    if isinstance(verdict, HangVerdict):
+        acted = f"  acted upon after {verdict.acted_s:.1f} s" if verdict.acted_s else ""
+        return (
+            f"{verdict.outcome:9}  {verdict.lasted_s:4.1f} s  {verdict.cell.name}{acted}"
+            f"{'  ' if verdict.why else ''}{verdict.why}"
+        )
     gaps = "".join(
         f"  {name} {gap:.1e} of {3 * noise:.1e}"
         for name, gap, noise in zip(
@@ -133,10 +179,14 @@ def _line(verdict: Verdict) -> str:
     )
 
 
-def _figures(verdict: Verdict) -> list[dict[str, object]]:
-    """One row for the outcome and one for each gap, in units of the summation noise."""
+def _figures(verdict: Verdict | HangVerdict) -> list[dict[str, object]]:
+    """One row for the outcome and one for each gap, in units of the summation noise; of a hang, one
+    for the time until it was acted upon."""
     row = {"case": verdict.cell.name, "system": "unicron", "n": 1}
     rows = [row | {"metric": "outcome", "value": verdict.outcome, "unit": ""}]
+    if isinstance(verdict, HangVerdict):
+        acted = {"metric": "acted_s", "value": verdict.acted_s, "unit": "s"}
+        return rows + [row | acted] * bool(verdict.acted_s)
     for name, gap, noise in zip(
         ("loss_gap", "parameter_gap"), verdict.gaps, verdict.noise, strict=False
     ):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from matrix.cells import FAULTS, LOOP_FAULTS, LOOPS, POINTS, VARIANTS, Cell, cells, loop_cells
+from matrix.hang_cells import LAYOUTS, PLACES, HangCell, hang_cells
+from matrix.hang_trial import HangVerdict
 from matrix.trial import Verdict
 from unicron.events.spec.parallelism import num_positions
 
@@ -112,6 +114,43 @@ def markdown_of_loops(outcomes: Mapping[str, str]) -> str:
         for name in variant.points
     ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def hang_table(verdicts: Sequence[HangVerdict]) -> list[str]:
+    """A row for each cell, with the reasons of those that were not run or are not equal."""
+    rows = [["place", "fault", "engine and layout", "outcome", "acted upon after, s"]]
+    for one in verdicts:
+        cell = one.cell
+        acted = f"{one.acted_s:.1f}" if one.acted_s else ""
+        rows.append([cell.point.name, cell.fault, cell.variant.name, one.outcome, acted])
+    reasons = [f"{one.cell.name}: {one.why}" for one in verdicts if one.why]
+    return [*_columns(rows), "", *reasons]
+
+
+def markdown_of_hangs(outcomes: Mapping[str, str]) -> str:
+    """The hang rows of `train:`, places by layouts, with the fault of each; then those of the loop
+    and of Megatron-LM."""
+    there = {(cell.engine, cell.point.name, cell.layout.name): cell for cell in hang_cells()}
+    parts: list[str] = []
+    for engine in dict.fromkeys(cell.engine for cell in hang_cells()):
+        rows = [["place", *(layout.name for layout in LAYOUTS)], ["---"] * (len(LAYOUTS) + 1)]
+        for place in PLACES:
+            found = [there.get((engine, place.name, layout.name)) for layout in LAYOUTS]
+            if any(cell is not None and not cell.absent for cell in found):
+                rows.append([place.name, *(_hang_mark(cell, outcomes) for cell in found)])
+        lines = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        parts += [f"{ENGINES[engine]}:", lines]
+    return "\n\n".join(parts)
+
+
+ENGINES = {"train": "`train:`", "loop": "A loop", "Megatron-LM": "Megatron-LM's launcher"}
+
+
+def _hang_mark(cell: HangCell | None, outcomes: Mapping[str, str]) -> str:
+    if cell is None or cell.absent:
+        return ""
+    outcome = outcomes.get(cell.name, "")
+    return f"{MARKS.get(outcome, outcome or '?')} {cell.fault.removeprefix('hang: ')}"
 
 
 def _mark(cell: Cell | None, outcomes: Mapping[str, str]) -> str:
