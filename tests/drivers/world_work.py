@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ with cpu_device.uncompiled():
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
     from unicron.workers.training import state_recovery
-    from unicron.workers.training.communicators import process_groups
+    from unicron.workers.training.communicators import messages, process_groups
     from unicron.workers.training.communicators.communicators import Communicators
     from unicron.workers.training.communicators.operations import Operations
     from unicron.workers.training.dependencies import private_megatron
@@ -73,6 +74,18 @@ def members_by_role(place: int, axes: Axes | None) -> tuple[dict[str, list[int]]
         dist.all_gather(seen, torch.tensor([float(place)]), group=group)
         met[role] = [int(one.item()) for one in seen]
     return met, len({id(group) for group in found.values()})
+
+
+def message(place: int, build_s: float, sent_after_s: float) -> float:
+    """What member 0 receives of member 1 in a group that was built with the timeout `build_s`."""
+    process_groups.GROUP_S_MAX = build_s
+    group = process_groups.build(Axes(pp=2), LIMIT_S).pp
+    messages.wait_up_to(LIMIT_S)
+    if place:
+        time.sleep(sent_after_s)
+    value = torch.tensor(float(place))
+    (dist.isend if place else dist.irecv)(value, 1 - place, group=group).wait()
+    return value.item()
 
 
 def roles_of_one_group(place: int, axes: Axes) -> set[tuple[str, ...]]:

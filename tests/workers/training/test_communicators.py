@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import world_work
+import worlds
 from megatron.core import parallel_state
 from rank_driver import Drive
 from unicron.events.records.reports import ReconfigureFailed
@@ -175,6 +177,10 @@ def test_the_device_is_synchronized_before_its_groups_are_released(
     ours.backend = "nccl"
     ours.down([])
     assert seen == [(False, True)]
+
+
+def test_a_message_is_waited_for_longer_than_its_group_was_built() -> None:
+    assert worlds.run(2, world_work.message, 1.0, 2.5) == [1.0, 1.0]
 
 
 def test_the_collective_timeout_reaches_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from ....events.spec.model import Axes
 from ....events.spec.parallelism import num_positions
 from ....events.timing import RENDEZVOUS_S_MAX
 from ..dependencies import private_megatron, private_torch
-from . import counting, process_groups, sockets
+from . import counting, messages, process_groups, sockets
 from .group_handles import Handles
 from .nccl_errors import NcclError, NcclErrors
 from .operations import Operations
@@ -238,6 +238,7 @@ class Communicators:
         finally:
             self._is_building = False
         private_torch.set_timeout(COLLECTIVE_S_MAX)
+        messages.wait_up_to(COLLECTIVE_S_MAX if self.backend == "gloo" else None)
         groups = {"world": dist.group.WORLD, **process_groups.by_role(self.groups)}
         counting.begin(groups)
         if self.backend == "nccl":
