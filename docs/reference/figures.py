@@ -440,10 +440,11 @@ def _loops(rows: Sequence[Row], about: About) -> str:
 def _hangs(rows: Sequence[Row], about: About) -> str:
     outcomes = {one.case: str(one.value) for one in rows if one.metric == "outcome"}
     acted_s = [one.value for one in rows if one.metric == "acted_s" and one.value is not None]
-    equal = sum(outcomes[name] == "equal" for name in HANG_MATRIX)
+    found = [outcomes[name] for name in HANG_MATRIX if outcomes[name] != "not run"]
+    equal = found.count("equal")
     times = f" Acted upon after {median(acted_s):.1f} s (median), {max(acted_s):.1f} s at most."
     return (
-        f"{len(HANG_MATRIX)} runs, {equal} of them as they must be.{times if acted_s else ''}\n\n"
+        f"{len(found)} runs, {equal} of them as they must be.{times if acted_s else ''}\n\n"
         f"{markdown_of_hangs(outcomes)}"
     )
 

@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 
 from loop_driver import flagged_example
 from matrix.hang_cells import ITERATIONS, MICRO_BATCHES, MISMATCHES, SAVES_EVERY, HangCell
+from megatron_trial import WORDS, clones
 from real_cluster import RealCluster, running
+from source_changes import changed
 from twins import RATE, Spec, Twins, small, unequal
 from unicron.control_plane.incidents.hangs import FIRST_MORE_S
 from unicron.events.records.envelope import Record
@@ -33,7 +35,18 @@ SLOW_S = 0.8
 does not end before. Shorter than any stall."""
 MODEL = {"num_layers": 4, "hidden": 64, "num_heads": 2, "sequence": 64}
 LOOP_RATE = 1e-4
-"""The learning rate of the example's last steps."""
+"""The learning rate of the last steps of the example, and of Megatron-LM's script."""
+HELD_FORWARD = (
+    "    timers = get_timers()\n",
+    "    timers = get_timers()\n"
+    "    import sys\n\n"
+    "    if not model.training:\n"
+    '        sys.rank_trace.note("evaluate", 0, 0)\n',
+)
+"""A change of its `forward_step`."""
+
+
+NO_CLONE = "UNICRON_MEGATRON_LM names no clone of Megatron-LM"
 
 
 class HangVerdict(NamedTuple):
@@ -73,8 +86,9 @@ class HangTrials:
 
     def run(self, cell: HangCell) -> HangVerdict:
         """Run and judge a cell. Failures are returned, not raised."""
-        if cell.absent:
-            return HangVerdict(cell, "not run", cell.absent)
+        absent = cell.absent or (NO_CLONE if cell.engine == "Megatron-LM" and not clones() else "")
+        if absent:
+            return HangVerdict(cell, "not run", absent)
         folder = self._folder / "".join(c if c.isalnum() else "-" for c in cell.name)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -115,26 +129,19 @@ class HangTrials:
             )
             spec["train"] |= cell.layout.train
             return spec
-        return self._loop(cell, folder, {"checkpoint_every": saves, "copy_every": copies})
-
-    def _loop(self, cell: HangCell, folder: Path, options: dict[str, Any]) -> Spec:
-        script = flagged_example(folder, (*cell.layout.flags, "held evaluation"))
-        words = ["--iterations", str(ITERATIONS), "--micro-batches", str(MICRO_BATCHES)]
         return {
             "apiVersion": "unicron/v1",
             "name": "hang",
             "slots": {"min": 1, "max": cell.layout.num},
-            "command": [
-                *(sys.executable, str(script), *words),
-                *(["--sharded"] if cell.layout.is_sharded else []),
-            ],
+            "command": _loop(cell, folder) if cell.engine == "loop" else _megatron(cell, folder),
             "heal": "in-memory",
             "loop": {
                 "micro_batches": MICRO_BATCHES,
                 "iterations": ITERATIONS,
                 "parallel": cell.layout.parallel,
                 "output": str(folder / "out"),
-                **options,
+                "checkpoint_every": saves,
+                "copy_every": copies,
             },
         }
 
@@ -227,6 +234,34 @@ class HangTrials:
         ended = self._cluster.wait_ended(self._cluster.submit(spec))
         assert ended["state"] == "finished", ended
         return (folder / "out" / "latest").resolve()
+
+
+def _loop(cell: HangCell, folder: Path) -> list[str]:
+    """The command of the example's loop."""
+    script = flagged_example(folder, (*cell.layout.flags, "held evaluation"))
+    words = ["--iterations", str(ITERATIONS), "--micro-batches", str(MICRO_BATCHES)]
+    sharded = ["--sharded"] * cell.layout.is_sharded
+    return [sys.executable, str(script), *words, *sharded]
+
+
+def _megatron(cell: HangCell, folder: Path) -> list[str]:
+    """The command of Megatron-LM's own script. An evaluation of it can be held."""
+    clone, copy = clones()[0], folder / "megatron-lm"
+    copy.mkdir()
+    for file in clone.iterdir():
+        (copy / file.name).symlink_to(file)
+    script = copy / "pretrain_gpt.py"
+    text = script.read_text()
+    script.unlink()
+    script.write_text(changed(text, [HELD_FORWARD]))
+    layout = cell.layout
+    words = ["--num-layers", "4", "--global-batch-size", str(2 * MICRO_BATCHES)]
+    words += ["--train-iters", str(ITERATIONS)]
+    words += ["--num-virtual-stages-per-pipeline-rank", "2"] * ("chunks" in layout.parallel)
+    words += ["--use-distributed-optimizer"] * layout.is_sharded
+    words += ["--overlap-grad-reduce"] * ("overlap" in layout.train)
+    program = [sys.executable, "-P", "-m", "unicron.cli.main", "megatron"]
+    return [*program, str(script), *WORDS, *words]
 
 
 def _says_mismatch(why: str) -> bool:
