@@ -125,7 +125,7 @@ class HangCell(NamedTuple):
 
     @property
     def variant(self) -> Variant:
-        return Variant(f"{self.engine}, {self.layout.name}")
+        return Variant(f"{self.engine}: {self.layout.name}")
 
     @property
     def victim(self) -> int:
