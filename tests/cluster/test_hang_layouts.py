@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from matrix.hang_cells import HangCell, once
+from matrix.hang_cells import HANGS, LAYOUTS, PLACES, HangCell, each_once, once, pairs
 from matrix.hang_trial import HangTrials, hang_cluster
 from twins import Twins
 
@@ -27,3 +27,28 @@ def test_the_rank_that_hangs_is_named_and_replaced_alone(
 ) -> None:
     verdict = trials.run(cell)
     assert verdict.outcome == "equal", verdict
+
+
+def test_the_rows_of_train_are_all_pairs() -> None:
+    cells = list(pairs())
+    found = [
+        {(cell.fault, cell.point.name) for cell in cells},
+        {(cell.fault, cell.layout.name) for cell in cells if not cell.absent},
+        {(cell.point.name, cell.layout.name) for cell in cells},
+    ]
+    sizes = [len(HANGS), len(PLACES), len(LAYOUTS)]
+    assert [len(one) for one in found] == [
+        sizes[0] * sizes[1],
+        sizes[0] * sizes[2],
+        sizes[1] * sizes[2],
+    ]
+    assert {cell.point.event for cell in cells if cell.absent} == {"evaluate"}
+
+
+@pytest.mark.parametrize("rows", [each_once("loop"), once()])
+def test_each_value_of_each_axis_is_in_a_row(rows: Iterator[HangCell]) -> None:
+    cells = list(rows)
+    assert not any(cell.absent for cell in cells)
+    assert {cell.fault for cell in cells} == {*HANGS}
+    assert [cell.point for cell in cells] == [*PLACES]
+    assert {cell.layout.name for cell in cells} == {layout.name for layout in LAYOUTS}
