@@ -181,8 +181,9 @@ class StepTimeMonitor:
         """The running average of an iteration; `before_s` until the first usual iteration."""
         return self._times.quantile(0.5) if len(self._times) else self._before_s
 
-    def limit_s(self, kind: Kind = "usual") -> float:
-        """Time limit of an iteration, or between progress marks; 0: unknown."""
+    def limit_s(self, kind: Kind = "usual", lenient_s: float = LENIENT_S) -> float:
+        """Time limit of an iteration, or between progress marks; 0: unknown. `lenient_s`: the least
+        limit where no usual time is known."""
         average_s = self.average_s
         if not average_s:
             return 0.0
@@ -192,7 +193,7 @@ class StepTimeMonitor:
             or len(self._times) < WARM_UP_NUM
             or (kind == "boundary" and not before_s)
         ):
-            return max(LENIENT_TIMES * average_s, LENIENT_S)
+            return max(LENIENT_TIMES * average_s, lenient_s)
         shown_s = min(self._times.largest(SHOWN_NUM), SHOWN_TIMES_MAX * average_s)
         if kind == "boundary":
             shown_s = max(shown_s, before_s)

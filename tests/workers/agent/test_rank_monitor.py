@@ -166,7 +166,9 @@ def test_a_page_is_consistent_when_its_writer_is_stopped(page: ProgressPage) -> 
 class Monitored:
     """Monitors of ranks that this process simulates, with a simulated clock."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, num_ranks: int = 1) -> None:
+    def __init__(
+        self, patch: pytest.MonkeyPatch, num_ranks: int = 1, first_iteration_s_max: float = 1200.0
+    ) -> None:
         self.now_s = 1000.0
         patch.setattr(pulse_module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         patch.setattr(CpuWait, "in_s", mock.Mock(return_value=0.0))  # its time is the real one
@@ -189,6 +191,7 @@ class Monitored:
                 host="",
                 port=0,
                 checkpoint="",
+                first_iteration_s_max=first_iteration_s_max,
             )
             page = self.watch.open(order)
             assert page is not None
@@ -385,6 +388,20 @@ def test_a_first_iteration_has_the_limit_of_the_policy_or_a_lenient_one(
     monitored.go(2 * WATCH_S)
     (stalled,) = monitored.take(RankStalled)
     assert (stalled.generation, stalled.iteration, stalled.is_untimed) == (2, 11, False)
+
+
+def test_a_shorter_limit_of_the_policy_is_the_lenient_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monitored = Monitored(monkeypatch, first_iteration_s_max=6.0)
+    (pulse,) = monitored.ranks
+    monitored.iterate(10)
+    pulse.begin(1, 11, "boundary")
+    monitored.go(6.0)
+    assert monitored.bodies == []
+    monitored.go(2 * WATCH_S)
+    assert [told.iteration for told in monitored.take(RankStalled)] == [11]
+    monitored.close()
 
 
 def test_a_stall_in_the_second_iteration_is_reported(monitored: Monitored) -> None:

@@ -86,12 +86,12 @@ class Limits:
             if mark.what not in BETWEEN:
                 return None
             if mark.what == EVALUATE and self._evaluation_s:
-                limit_s = max(STALLED_TIMES * self._evaluation_s, LENIENT_S)
+                limit_s = max(STALLED_TIMES * self._evaluation_s, self._untimed_s)
                 return Limit(limit_s, self._evaluation_s, may_load=True)
             return untimed
         if not average_s or num_done < WARM_UP_NUM:
             return untimed
-        limit_s = max(monitor.limit_s(mark.kind), STALL_S_MIN)
+        limit_s = max(monitor.limit_s(mark.kind, self._untimed_s), STALL_S_MIN)
         return Limit(limit_s, average_s, may_load=mark.what in LOADS_IN)
 
 
