@@ -6,6 +6,7 @@ those of an undisturbed run.
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import time
@@ -168,7 +169,7 @@ class HangTrials:
         opened: Any = story.opened.body
         named = (opened.severity, opened.status, opened.ranks)
         if cell.is_unnamed:
-            if opened.severity != "SEV3" or f"{victim}" not in opened.why:
+            if opened.severity != "SEV3" or victim not in _in_circle(opened.why):
                 yield f"named {named}: {opened.why}"
         elif named != ("SEV2", "task hang", (victim,)):
             yield f"named {named}: {opened.why}"
@@ -176,10 +177,11 @@ class HangTrials:
             yield f"no mismatch: {opened.why}"
         if story.opened.at_s > (due_s := self._due_s(cell, story)) + ACTED_S_MAX:
             yield f"acted upon {story.opened.at_s - due_s:.1f} s after the limit"
-        ended = {record.body.rank for record in cluster.told(after, "RankExited", task=story.task)}
-        lost = set[int]() if cell.is_unnamed else {victim}
-        if ended - {*story.before} or not ended >= lost or story.kept != set(story.before) - lost:
-            yield f"kept {sorted(story.kept)}, ended {sorted(ended)}"
+        exits: list[Any] = cluster.told(after, "RankExited", task=story.task)
+        ended = [record.body.rank for record in exits if record.body.exit_code != 0]
+        lost = [] if cell.is_unnamed else [victim]
+        if ended != lost or story.kept != set(story.before) - {*lost}:
+            yield f"kept {sorted(story.kept)}, ended {ended}"
         incidents = cluster.told(after, "IncidentOpened")
         if len(incidents) != 1:
             yield f"{len(incidents)} incidents"
@@ -262,6 +264,15 @@ def _megatron(cell: HangCell, folder: Path) -> list[str]:
     words += ["--overlap-grad-reduce"] * ("overlap" in layout.train)
     program = [sys.executable, "-P", "-m", "unicron.cli.main", "megatron"]
     return [*program, str(script), *WORDS, *words]
+
+
+def _in_circle(why: str) -> set[int]:
+    """The ranks of the circle that an incident tells: `ranks 1 3`, or `ranks 0-3`."""
+    found = re.search(r"in a circle with ranks ([\d -]+)", why)
+    parts = [part.split("-") for part in found[1].split()] if found else []
+    return {
+        rank for first, *last in parts for rank in range(int(first), int([first, *last][-1]) + 1)
+    }
 
 
 def _says_mismatch(why: str) -> bool:
