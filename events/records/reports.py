@@ -682,7 +682,8 @@ class StacksKept(RankReport, frozen=True):
     stack: str = ""
     """The innermost frames of the main thread, innermost first, a line each."""
     mark: str = ""
-    """What it did by its progress page: iteration, last mark, collective; "": it has no page."""
+    """What it did by its progress page: iteration, last mark, the last operation of each group; "":
+    it has no page."""
     why: str = ""
     """Why there are no stacks, or not of all processes; "": there are."""
     nccl_ras: str = ""

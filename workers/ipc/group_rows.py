@@ -56,6 +56,8 @@ KINDS = (
 NUM_BYTES_MAX = 1 << 60
 TIME_S_MAX = 1e10
 MEMBERS_NUM_MAX = 1 << 24
+WORDS_NUM_MAX = 8
+"""Groups of a rank that are told in words."""
 Strides = tuple[int, int, int, int, int]
 """Ranks as two nested loops: `start + i * s1 + j * s2` for i below n1, j below n2; in this order:
 start, n1, s1, n2, s2. n1 is 0 if the ranks are no such loops."""
@@ -88,6 +90,25 @@ class Progress(NamedTuple):
     """False: a row was being written, or rows gave way."""
     waits: bool
     """Whether the rank is in a call that waits for the end of an operation."""
+
+    def in_words(self) -> str:
+        """The last operation of each of its groups, the newest first. For example
+        `its last operation is all_reduce 41 of tp, entered, not left; before that send 7 of pp,
+        left`. "": it has entered none."""
+        newest = sorted(self.entries, key=lambda entry: (entry.order, entry.at_s), reverse=True)
+        words = [self._operation(entry) for entry in newest[:WORDS_NUM_MAX]]
+        return "; ".join(
+            f"{'before that' if i else 'its last operation is'} {each}"
+            for i, each in enumerate(words)
+        )
+
+    def _operation(self, entry: Entry) -> str:
+        group = entry.role or f"group {entry.key:08x}"
+        if entry.entered == entry.left:
+            state = "left"
+        else:  # one that no call waits for may have ended
+            state = "entered, not left" if self.waits else "entered"
+        return f"{entry.kind} {entry.entered} of {group}, {state}"
 
 
 class Row:

@@ -55,6 +55,28 @@ def test_a_row_is_read_as_it_was_written(page: ProgressPage) -> None:
     assert page.num_entered() == 2
 
 
+def test_the_last_operation_of_each_group_in_words(page: ProgressPage) -> None:
+    rows = rows_of(page)
+    tp, own = Row(group_of("7", (0, 1)), 3), Row(group_of("mine", (0, 1, 2)), 0)
+    rows.enter(tp, KINDS.index("all_gather"), 1)
+    rows.enter(own, KINDS.index("send"), 1)
+    rows.leave(own, 1)
+    rows.enter(tp, KINDS.index("all_reduce"), 1)
+    told = page.groups()
+    assert told is not None
+    key = next(entry.key for entry in told.entries if not entry.role)
+    behind = f"; before that send 1 of group {key:08x}, left"
+    assert told.in_words() == f"its last operation is all_reduce 2 of tp, entered{behind}"
+    rows.set_waits(1)
+    told = page.groups()
+    assert told is not None
+    assert told.in_words() == f"its last operation is all_reduce 2 of tp, entered, not left{behind}"
+    rows.clear()
+    told = page.groups()
+    assert told is not None
+    assert told.in_words() == ""
+
+
 def test_what_was_entered_before_an_iteration_has_no_order(page: ProgressPage) -> None:
     writer = ProgressWriter(os.dup(page.fd))
     rows = writer.rows

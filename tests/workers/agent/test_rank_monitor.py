@@ -534,6 +534,22 @@ def test_a_monitor_paused_for_many_iterations_reads_the_last(monitored: Monitore
     assert paced.own_s == pytest.approx(0.1)
 
 
+def test_what_a_rank_does_has_the_last_operations_of_its_groups(monitored: Monitored) -> None:
+    (pulse,), key = monitored.ranks, (1, 0, 1)
+    assert monitored.watch.mark_in_words(key) == ""
+    pulse.begin(1, 7, "usual")
+    pulse.enter("forward")
+    words = monitored.watch.mark_in_words(key)
+    assert words.startswith("iteration 7: forward, a collective, for ")
+    assert words.endswith("; 1 collectives entered")
+    assert pulse.rows is not None
+    pulse.rows.enter(Row(group_of("tp", (0, 1)), 3), 0, 4096)
+    pulse.rows.set_waits(1)
+    assert monitored.watch.mark_in_words(key) == (
+        f"{words}; its last operation is all_reduce 1 of tp, entered, not left"
+    )
+
+
 def test_without_monitoring_a_rank_has_no_page(monitored: Monitored) -> None:
     assert (
         RankMonitors(lambda body, at_s: None, unguarded, is_on=False).open(monitored.orders[0])

@@ -136,11 +136,15 @@ class RankMonitors:
             watched.page.close()
 
     def mark_in_words(self, key: Key) -> str:
-        """What a rank does by its page, and for how long; "": it has no page, or is not watched."""
+        """What a rank does by its page, for how long, and the last operation of each of its groups;
+        "": it has no page, or is not watched."""
         watched = self._watched.get(key)
         with self._guard(key, "page"):
             mark = watched.page.mark() if watched is not None else None
-            return mark.in_words(time.monotonic()) if mark is not None else ""
+            if watched is None or mark is None:
+                return ""
+            groups = (watched.page.groups() or NO_GROUPS).in_words()
+            return "; ".join(filter(None, (mark.in_words(time.monotonic()), groups)))
         return ""
 
     def look(self, now_s: float) -> None:
