@@ -37,6 +37,8 @@ class Located(NamedTuple):
     why: str
     waited_since_s: float = 0.0
     """When the first peer began to wait for one of them."""
+    stuck: tuple[int, ...] = ()
+    """`network`: the ranks that have entered the operations which do not end."""
 
 
 def has_groups(stall: Stall) -> bool:
@@ -87,6 +89,7 @@ def _judged(location: HangLocation) -> Located | None:
             (),
             f"{stuck.collective} {stuck.seq} of {stuck.group} (ranks {ranks}) was entered by all "
             "of them and does not end",
+            stuck=tuple(sorted({rank for each in location.stuck for rank in each.ranks})),
         )
     return None
 

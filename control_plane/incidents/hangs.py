@@ -198,6 +198,18 @@ def _located(task: Task, stalls: Mapping[int, Stall], own: Sequence[Rank]) -> Lo
     return None if works and not works.issuperset(located.ranks) else located
 
 
+def stuck_ranks(task: Task) -> tuple[int, ...]:
+    """The members that have entered an operation which does not end, if the groups of all show that
+    it is the network; else ()."""
+    stalls = task.stalls
+    if any(member.rank not in stalls for member in task.members) or any(
+        stall.where == "own" for stall in stalls.values()
+    ):
+        return ()
+    located = _located(task, stalls, ())
+    return located.stuck if located is not None else ()
+
+
 def _of_all(
     state: ClusterState,
     task: Task,

@@ -20,6 +20,7 @@ from ..state.members import is_pinned
 from ..state.task import Task
 from . import blame
 from .blame import DAY_S
+from .hangs import stuck_ranks
 from .root_cause import host_of, nodes_by_host
 
 NUM_A_DAY = 3
@@ -59,8 +60,9 @@ def remember(state: ClusterState, task: Task, incident: int, status: str) -> Non
 
 
 def _where(state: ClusterState, task: Task) -> tuple[tuple[str, ...], tuple[Link, ...]]:
-    """The nodes that explain most of what members say about their peers; else all members' nodes.
-    Also the links that they name."""
+    """The nodes that explain most of what members say about their peers; else those of the members
+    that are in an operation which does not end; else all members' nodes. Also the links that members
+    name."""
     links = tuple(sorted(set(_accusations(state, task))))
     peers: dict[str, set[str]] = {}
     for a, b in links:
@@ -68,8 +70,16 @@ def _where(state: ClusterState, task: Task) -> tuple[tuple[str, ...], tuple[Link
         peers.setdefault(b, set()).add(a)
     most = max(map(len, peers.values()), default=0)
     named = [name for name, others in peers.items() if len(others) == most]
-    nodes = sorted(named or _of_faults(task) or {member.node for member in task.members})
+    nodes = sorted(
+        named or _of_stuck(task) or _of_faults(task) or {member.node for member in task.members}
+    )
     return (tuple(nodes) if len(nodes) <= NUM_NODES_MAX else ()), links
+
+
+def _of_stuck(task: Task) -> set[str]:
+    """The nodes of the group that is stuck: the others wait for its ranks."""
+    stuck = stuck_ranks(task)
+    return {rank.slot.node for rank in task.living_members() if rank.rank in stuck}
 
 
 def _of_faults(task: Task) -> set[str]:

@@ -533,9 +533,15 @@ def test_after_repeated_slow_iterations_the_rank_is_left_out(d: Driver, task: in
 
 
 # --- a replica of several ranks: only their groups show who is the cause ---
-def told(d: Driver, task: int, counts: dict[int, tuple[int, int, int]]) -> None:
+def told(
+    d: Driver,
+    task: int,
+    counts: dict[int, tuple[int, int, int]],
+    *,
+    stuck_in: dict[int, str] | None = None,
+) -> None:
     """All ranks of TP 2 x DP 2 stall in their passes. By rank: what it has entered in its tensor
-    group, in its data-parallel group and among all."""
+    group, in its data-parallel group and among all. `stuck_in`: all wait, each in this group."""
     for rank, (tp, dp, world) in counts.items():
         first = rank // 2 * 2
         groups = (("tp", (first, 2, 1, 1, 0), tp), ("dp_cp", (rank % 2, 2, 2, 1, 0), dp))
@@ -550,7 +556,7 @@ def told(d: Driver, task: int, counts: dict[int, tuple[int, int, int]]) -> None:
                     role=role,
                     members=members,
                     entered=entered,
-                    left=entered - 1,
+                    left=entered - (stuck_in is None or stuck_in[rank] == role),
                     kind="all_reduce",
                     num_bytes=64,
                     order=number + 1,
@@ -561,7 +567,7 @@ def told(d: Driver, task: int, counts: dict[int, tuple[int, int, int]]) -> None:
                 )
             ),
             are_groups_complete=True,
-            waits=rank != 1,
+            waits=rank != 1 or stuck_in is not None,
         )
 
 
@@ -590,6 +596,17 @@ def test_what_all_have_entered_is_named_in_a_fault_of_the_network(d: Driver, tas
     assert hang.why.endswith(
         "; all_reduce 5 of world (ranks 0, 1, 2, 3) was entered by all of them and does not end"
     )
+
+
+def test_the_place_of_a_fault_is_that_of_the_group_that_is_stuck(d: Driver, task: int) -> None:
+    """Ranks 0 and 1 on n1 are in an all-reduce of their tensor group; 2 and 3 wait for them."""
+    counts = {0: (8, 3, 5), 1: (8, 3, 5), 2: (9, 4, 5), 3: (9, 4, 5)}
+    told(d, task, counts, stuck_in={0: "tp", 1: "tp", 2: "dp_cp", 3: "dp_cp"})
+    opened = the(decisions.IncidentOpened, d.due(deadline(d, task)))
+    assert (opened.status, opened.ranks) == (statuses.NCCL_TIMEOUT, (0, 1, 2, 3))
+    assert "all_reduce 8 of tp (ranks 0, 1) was entered by all" in opened.why
+    (fault,) = d.state.unnamed
+    assert fault.nodes == ("n1",)
 
 
 def test_groups_that_contradict_the_marks_are_not_believed(d: Driver, task: int) -> None:
