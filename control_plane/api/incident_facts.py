@@ -67,6 +67,9 @@ RECORDS_BEFORE_NUM = 4_000
 """Records before an incident that are read for its facts: they tell of in-memory checkpoints."""
 LATE_RECORDS_NUM = 1_000
 """Records after an incident's end that are read for late evidence."""
+RECOVERING_RECORDS_NUM = 20_000
+"""Records after an incident's end that are read for its IncidentClosed. It follows within 15
+minutes, but others' records may be many."""
 NEWEST_NUM = 5
 PARTS_NUM_MAX = 3
 """Lost parts of the state that are listed."""
@@ -98,11 +101,14 @@ class Reading:
         one = self._past.incidents.get(self._number)
         if one is None:
             self.num_missing *= self.last < self._number
-        elif not self.num_missing or (
-            one.closed_seq and self.last >= one.closed_seq + LATE_RECORDS_NUM
-        ):
+        elif not self.num_missing or self._is_read(one):
             self._found = incident_records(one, self._records, decode_state(self._start))
             self.num_missing *= not self._found.is_over(self.last)
+
+    def _is_read(self, one: IncidentHistory) -> bool:
+        """Whether what follows tells no more of the incident itself."""
+        num = LATE_RECORDS_NUM if one.ended_seq else RECOVERING_RECORDS_NUM
+        return bool(one.closed_seq) and self.last >= one.closed_seq + num
 
     def facts(self, option: str, now_s: float) -> Plain:
         """The facts and waiting tasks. `option`: what commands have behind them. Raises Refusal if

@@ -193,6 +193,9 @@ class IncidentHistory(Struct, kw_only=True):
     closed_s: float | None = None
     """When the task last stepped with its whole target, or the incident was closed."""
     closed_seq: int = 0
+    """The record at which it was closed or recovering; 0: it is open."""
+    ended_seq: int = 0
+    """Its IncidentClosed, which comes later if it was recovering first; 0: none so far."""
     iteration: int | None = None
     """The iteration that was interrupted."""
     first_seq: int
@@ -327,6 +330,8 @@ class History(Struct):
             self._task(past, record, furthest, logged)
         if self.open:
             self._incidents(record, before_s)
+        if isinstance(body, IncidentClosed) and body.of in self.incidents:
+            self.incidents[body.of].ended_seq = record.seq
         if isinstance(body, IncidentOpened):
             self._opened(record, body)
         elif isinstance(body, IncidentEscalated) and (one := self._escalated(record, body)):

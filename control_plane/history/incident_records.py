@@ -164,7 +164,7 @@ class IncidentRecords(Struct, kw_only=True):
 
     def is_over(self, seq: int) -> bool:
         """Whether no record after `seq` can belong to it."""
-        end = self.incident.closed_seq
+        end = self.incident.ended_seq or self.incident.closed_seq
         return (
             bool(end)
             and seq >= max(end, *self.later, 0)

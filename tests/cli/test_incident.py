@@ -117,6 +117,19 @@ def test_the_timeline_ends_when_the_healthy_task_steps_again() -> None:
     assert [x.seq for x in incident_records(one, [*d.log, *later]).records] == before
 
 
+def test_the_timeline_ends_with_the_end_of_the_incident(d: Driver, task: int) -> None:
+    """It recovers first, and is healed iterations later."""
+    carry_out(d, d.exit(task, 2))
+    d.progress(task, 20)
+    d.progress(task, 20)
+    kinds = [event["kind"] for event in facts(d.log)["timeline"]]
+    assert kinds.index("IncidentRecovering") < kinds.index("IncidentClosed") == len(kinds) - 1
+    one = replay.pick(history(d.log), "")
+    assert one is not None
+    (recovering,) = [x for x in d.log if isinstance(x.body, decisions.IncidentRecovering)]
+    assert one.closed_seq == recovering.seq, "what it cost ends there"
+
+
 def test_a_healthy_tasks_pause_is_from_its_own_records() -> None:
     d, _, beta = gives()
     plan = max(x.seq for x in d.log if isinstance(x.body, decisions.PlanChosen))
