@@ -383,6 +383,10 @@ NodeView = TypedDict(
         "since_s": float,
         "drained": bool,
         "drain_reason": str,
+        "reached_by": Annotated[
+            list[str],
+            Meta(description="Nodes whose agents reach its machine, while it is unreachable"),
+        ],
         "down": bool,
         "replaced_s": float | None,
         "quarantine": Annotated[Plain, encoded(Quarantine)] | None,

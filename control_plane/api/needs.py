@@ -217,10 +217,15 @@ def away(node: Plain, since: str = "") -> tuple[str, str] | None:
     """What is wrong with a silent node `since` when, and what to do; None if it is heard."""
     if node["contact"] == "unreachable":
         runs = any(slot["task"] for slot in node["slots"])
-        return (
-            f"unreachable{since}{', its ranks go on' * runs}",
-            "look at its machine and network",
-        )
+        words = f"unreachable{since}{', its ranks go on' * runs}"
+        if reached_by := node.get("reached_by"):
+            who = f"{' '.join(reached_by)} {'reach' if len(reached_by) > 1 else 'reaches'}"
+            return (
+                f"{words}; {who} its machine: its agent has stopped, or its link to the control "
+                "plane is cut",
+                "look at its agent and that link",
+            )
+        return words, "look at its machine and network"
     if node["contact"] != "lost":
         return None
     then = (

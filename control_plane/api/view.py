@@ -168,6 +168,7 @@ def node_view(
         **_health(state, node, slow),
         "drained": node.drained,
         "drain_reason": node.drain_reason,
+        "reached_by": list(node.reached_by) if node.unreachable else [],
         "down": bool(node.down_seq),
         "replaced_s": due.due_s if due is not None else None,
         "quarantine": msgspec.to_builtins(node.quarantine),

@@ -109,6 +109,21 @@ def test_unreachable_nodes_need_an_operator():
     assert nodes.nodes(view_, now_s=now_s)[1] == "n1 Ax   n2 ??"
 
 
+def test_a_silent_node_that_others_reach_has_lost_its_link_or_its_agent():
+    view_, now_s = seen_at(until("TaskProgressed", 2))
+    view_ = copy.deepcopy(view_)
+    view_["nodes"][1] |= {"health": "unreachable", "contact": "unreachable", "since_s": now_s - 75}
+    view_["nodes"][1]["reached_by"] = ["n1", "n3"]
+    view_["needs"] = msgspec.to_builtins(needs(view_, now_s))
+    said = (
+        "its ranks go on; n1 n3 reach its machine: its agent has stopped, or its link to the "
+        "control plane is cut: look at its agent and that link"
+    )
+    text = " ".join(" ".join(cluster.status(view_, cluster="demo", now_s=now_s)).split())
+    assert f"NEEDS YOU n2 unreachable for 75 s, {said};" in text
+    assert said in " ".join(" ".join(nodes.nodes(view_, now_s=now_s)).split())
+
+
 def test_the_log_as_lines():
     check("tail", [line(record) for record in PLAIN], columns_max=260)
 

@@ -8,6 +8,7 @@ import pytest
 from decider import Driver, at_rest, kinds, only, spec, task_of, the
 from hypothesis import given
 from hypothesis import strategies as st
+from unicron.control_plane.api.view import node_view
 from unicron.control_plane.decide.speakers import foreign
 from unicron.events.node_probe import PROBED_S_MAX
 from unicron.events.records import decisions as d
@@ -124,6 +125,8 @@ def test_one_who_reaches_it_is_enough_to_touch_nothing() -> None:
     told = [*h.answer("n4", "n1", reached=False), *h.answer("n4", "n2", reached=True)]
     assert not TOUCHES & set(kinds(told))
     assert h.state.nodes["n4"].reached_by == ("n2",)
+    assert node_view(h.state, h.state.nodes["n4"])["reached_by"] == ["n2"]
+    assert node_view(h.state, h.state.nodes["n3"])["reached_by"] == []
     assert not TOUCHES & set(kinds(h.answer("n4", "n3", reached=False))), "the probe is over"
     assert len(task_of(h, task).members) == 4
     again = the(o.ProbeNode, h.due("probe/n4"))

@@ -45,7 +45,7 @@ export function Nodes({ state, at, of, query, now_s, mayAct }: ViewProps) {
         { name: "Tasks", cell: one => [...new Set(one.slots.filter(slot => slot.task).map(slot => names.get(slot.task) ?? slot.task))].join(", ") },
         { name: "Quarantine", cell: one => one.quarantine && <>{one.quarantine.why} until <Time at_s={one.quarantine.until_s} /></> },
         { name: "Drain", cell: one => one.drained ? one.drain_reason || "drained" : "" },
-        { name: "Why", cell: one => [one.sick_why, ...one.checks.map(check => `${check.check}: ${check.why}`),
+        { name: "Why", cell: one => [one.sick_why, one.reached_by.length ? `its machine is reached by ${one.reached_by.join(", ")}: its agent has stopped, or its link to the control plane is cut` : "", ...one.checks.map(check => `${check.check}: ${check.why}`),
           ...one.slots.filter(slot => slot.out).map(slot => `slot ${slot.index} out: ${slot.out_why}`),
           ...one.slots.filter(slot => slot.suspected_why && !slot.out).map(slot => `slot ${slot.index} suspected: ${slot.suspected_why}`)].filter(Boolean).join("; ") },
       ]} />
