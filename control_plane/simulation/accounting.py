@@ -208,12 +208,12 @@ class Accounting:
 
     def undo(self, number: int, flop: float) -> None:
         """Count `flop` as recomputed: the task has to repeat them."""
+        job = self.jobs[number]
+        worth = job.take_back(flop, self.state.tasks[number].weight)
         if self._has_begun and number in self.earnings.waf:
             slots = self.earnings.full_slots.get(number, 0)
-            rate = table.rate_at(self.jobs[number].table, slots)
-            self.earnings.undo(
-                number, flop * self.state.tasks[number].weight, flop / rate * slots if rate else 0.0
-            )
+            rate = table.rate_at(job.table, slots)
+            self.earnings.undo(number, worth, flop / rate * slots if rate else 0.0)
 
     # --- records of the log -----------------------------------------------------------------------
     def read(self, at_s: float, record: Record) -> list[int]:
@@ -300,6 +300,7 @@ class Accounting:
             slots = len(task.members) if task.heals_in_memory else len(task.target)
             rate_flops = table.rate_at(job.table, slots)
         job.set_rate(at_s, rate_flops)
+        job.weigh(task.weight)
         why = self._why(task, job) if not rate_flops else "sub-healthy"
         self.earnings.set_waf(at_s, number, task.weight * rate_flops, slots, why)
 

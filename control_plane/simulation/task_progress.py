@@ -48,6 +48,8 @@ class TaskProgress:
     """For a command: how many times all its processes were started."""
     began_flop: float = 0.0
     """`done_flop` at the start of the horizon."""
+    weights: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    """(`done_flop`, weight): the work from there on was done at this weight. Ascending."""
     holders: set[str] = field(default_factory=set[str])
     """Nodes, by name and incarnation, that hold part of the in-memory checkpoint."""
     origin: Origin = "seed"
@@ -73,6 +75,23 @@ class TaskProgress:
     def set_rate(self, at_s: float, rate_flops: float) -> None:
         self.settle(at_s)
         self.rate_flops = rate_flops
+
+    def weigh(self, weight: float) -> None:
+        """The work from now on is done at this weight."""
+        if not self.weights or self.weights[-1][1] != weight:
+            self.weights.append((self.done_flop, weight))
+
+    def take_back(self, lost_flop: float, weight: float) -> float:
+        """What was earned for the work that has just been lost, each part at the weight at which it
+        was done. It is repeated at `weight`."""
+        worth, end = 0.0, self.done_flop + lost_flop
+        for since, then in reversed(self.weights or [(0.0, weight)]):
+            begin = max(since, self.done_flop)
+            worth += max(end - begin, 0.0) * then
+            end = min(end, begin)
+        self.weights = [one for one in self.weights if one[0] < self.done_flop]
+        self.weigh(weight)
+        return worth
 
     @property
     def iteration_s(self) -> float:

@@ -35,6 +35,7 @@ from unicron.control_plane.simulation.counterfactual.recorded_faults import (
     RecordedFaults,
 )
 from unicron.control_plane.simulation.run import Outcome, Run
+from unicron.control_plane.simulation.task_progress import SavedState, TaskProgress
 from unicron.control_plane.simulation.trace.external_event import (
     AnyEvent,
     ExternalEvent,
@@ -403,6 +404,28 @@ def test_an_unusable_log_is_refused_in_one_line(tmp_path: Path) -> None:
     assert "nowhere" in refused(tmp_path / "nowhere")
 
 
+def test_lost_work_costs_what_was_earned_for_it() -> None:
+    """The weight rises from 0.5 to 1 while the task trains; then all is lost, and again half."""
+    job = TaskProgress(
+        d.ThroughputSet(task=1, origin="declared", sizes=(1,), rates_flops=(10.0,)),
+        10.0,
+        SavedState(0.0),
+        SavedState(0.0),
+    )
+    job.weigh(0.5)
+    job.set_rate(0.0, 10.0)
+    job.settle(100.0)
+    job.weigh(1.0)
+    job.settle(110.0)
+    assert job.take_back(job.restore(110.0), 1.0) == 1000 * 0.5 + 100 * 1.0
+    job.settle(120.0)
+    job.weigh(4.0)
+    job.settle(130.0)
+    job.checkpoint.done_flop = 50.0
+    assert job.take_back(job.restore(130.0), 4.0) == 50 * 1.0 + 100 * 4.0
+    assert job.weights == [(0.0, 1.0), (50.0, 4.0)]
+
+
 def test_a_request_while_a_task_is_down_is_not_credited_with_its_end() -> None:
     """An idle node is undrained while the only task is down; the task recovers soon after."""
     traced = AttributedWaf()
@@ -435,6 +458,7 @@ def life(request: pytest.FixtureRequest) -> tuple[int, list[Record], Recording]:
 def whole(one: RunResult) -> float:
     """Check that earned FLOP and losses are finite and complete; the FLOP at full strength."""
     earnings = one.earnings
+    assert min(earnings.flop_of.values()) >= -1e-6 * earnings.flop, "no more is lost than was earned"
     assert all(math.isfinite(flop) for flop in earnings.lost_flop.values())
     felt = [*earnings.losses, earnings.unattributed]
     assert math.fsum(one.lost_flop for one in felt) == pytest.approx(
