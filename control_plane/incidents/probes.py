@@ -68,11 +68,13 @@ def choose_probers(state: ClusterState, node: Node) -> list[Node]:
 
 def are_many_silent(state: ClusterState) -> bool:
     """Whether more than a third of the nodes have fallen silent at once. Then it may be the control
-    plane that is cut off, or a part of the network, and no probe makes a node lost."""
+    plane that is cut off, or a part of the network, and no probe makes a node lost. One that nobody
+    has reached is gone, also if it has no ranks that would move: it counts only recently."""
     num = num_silent = 0
     for node in state.nodes.values():
-        is_silent = node.health == "unreachable" or (
-            node.health == "lost" and state.at_s - node.since_s < RECENTLY_S
+        is_gone = node.health == "lost" or node.unreached_seq > 0
+        is_silent = (is_gone and state.at_s - node.since_s < RECENTLY_S) or (
+            node.health == "unreachable" and not is_gone
         )
         num += is_silent or node.health == "healthy"
         num_silent += is_silent

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unicron.control_plane.api.view import node_view
 from unicron.control_plane.decide.speakers import foreign
+from unicron.control_plane.incidents.probes import RECENTLY_S
 from unicron.events.node_probe import PROBED_S_MAX
 from unicron.events.records import decisions as d
 from unicron.events.records import orders as o
@@ -231,6 +232,22 @@ def test_no_node_is_lost_by_probes_if_more_than_a_third_are_silent() -> None:
     h.due("probe/n4")
     told = h.answers("n4", reached=(False, False, False))
     assert the(d.IncidentOpened, told).node == "n4"
+
+
+def test_nodes_that_are_gone_are_not_silent_at_once() -> None:
+    """Idle machines of a cloud go without a word, one by one, and do not come back."""
+    h = Hosts(9)
+    h.running(spec(slots={"min": 4, "max": 4}))
+    idle = [name for name, node in h.state.nodes.items() if not node.occupants]
+    for name in idle[:4]:
+        h.silent(name)
+        assert kinds(h.answers(name, reached=(False, False, False))) == []
+        h.now_s += RECENTLY_S
+    assert [name for name in idle if h.state.nodes[name].health == "unreachable"] == idle[:4]
+    (victim, *_) = (name for name, node in h.state.nodes.items() if node.occupants)
+    h.silent(victim)
+    told = h.answers(victim, reached=(False, False, False))
+    assert the(d.IncidentOpened, told).node == victim
 
 
 def test_with_fewer_than_two_other_hosts_nobody_is_asked() -> None:
