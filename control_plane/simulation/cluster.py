@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from ...events.node_probe import PORT_FIRST, PROBE_S_MAX
 from ...events.records import orders as o
 from ...events.records import reports as r
 from ...events.records.envelope import Record
@@ -76,6 +77,7 @@ class SimulatedCluster:
                 pid=1,
                 num_slots=node.num_slots,
                 order_format=ORDER_FORMAT_VERSION,
+                probe_port=PORT_FIRST,
             ),
         )
 
@@ -138,12 +140,43 @@ class SimulatedCluster:
                     self._reconfigure(order)
                 case o.Resume() as order:
                     self._resume(order)
+                case o.ProbeNode() as order:
+                    self._probe(record, order)
                 case _:
                     pass
         for reports in starting.values():
             self._report_all(self.costs.start_s, reports)
         for reports in ending.values():
             self._report_all(0.0, reports, SimulatedNode.is_unreported)
+
+    def _probe(self, record: Record, order: o.ProbeNode) -> None:
+        """Each agent that is asked reaches the node at once if it lives, and tells it; else it waits
+        in vain."""
+        target = self.nodes[order.node]
+        reached = target.up and target.incarnation == order.incarnation
+        for name in order.nodes:
+            self.engine.call_later(
+                0.0 if reached else PROBE_S_MAX,
+                partial(self._tell_probe, self.nodes[name], record, order, reached=reached),
+            )
+
+    def _tell_probe(
+        self, node: SimulatedNode, record: Record, order: o.ProbeNode, *, reached: bool
+    ) -> None:
+        asked = dict(zip(order.nodes, order.incarnations, strict=True))
+        if node.up and node.incarnation == asked[node.name]:
+            self.engine.report(
+                node.source,
+                r.NodeProbed(
+                    node=node.name,
+                    incarnation=node.incarnation,
+                    target=order.node,
+                    target_incarnation=order.incarnation,
+                    order=record.seq,
+                    epoch=record.epoch,
+                    reached=reached,
+                ),
+            )
 
     def _start(self, order: o.StartRank, starting: dict[int, list[PendingReport]]) -> None:
         """`starting` collects, by task, the reports of a command's processes, sent together."""

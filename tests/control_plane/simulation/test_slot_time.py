@@ -36,6 +36,18 @@ def test_slot_time_is_counted_completely_and_once(
     assert found.slot_s + sum(found.lost_slot_s.values()) == pytest.approx(full_s, rel=1e-12)
 
 
+def test_a_task_that_is_on_one_node_alone_moves_when_nobody_reaches_that_node() -> None:
+    """It has no peers that could tell. Without probes it would wait for replace_after_s."""
+    data = plain()
+    data["tasks"][0]["slots"] = {"min": 1, "max": 1}
+    parsed = scenario.parse(data)
+    chosen = scenario.policy(parsed, "unicron")
+    happenings = lost("n0", DAY_S, 2 * DAY_S)
+    found = Run(scenario.run_input(parsed, chosen, happenings), chosen).play().earnings.down_s
+    detection_s = chosen.costs.detection_s("lost connection", 0.0)
+    assert 0 < sum(found.values()) < detection_s + chosen.costs.start_s + 10
+
+
 def test_slot_time_of_an_absent_node() -> None:
     away_s, start_s = 4 * 3600.0, policies.POLICIES["unicron"].costs.start_s
     found = play("unicron", lost("n1", DAY_S, DAY_S + away_s)).lost_slot_s
