@@ -294,7 +294,7 @@ RENAMED = {
 
 RELEASES = sorted(path.stem for path in GOLDEN.glob("release-*.jsonl"))
 """Logs of `make golden-log`."""
-WITH_STATES = [*(f"heart-{version}" for version in (15, 16, 17, 18, 19, 20)), *RELEASES]
+WITH_STATES = [*(f"heart-{version}" for version in (15, 16, 17, 18, 19, 20, 22, 25)), *RELEASES]
 
 
 def test_each_release_has_a_golden_log() -> None:
