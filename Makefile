@@ -115,7 +115,7 @@ bench-planner: setup types ## the same plans by Unicron and by other solvers (N=
 		$(if $(SYSTEMS),--systems $(subst $(comma), ,$(SYSTEMS))) \
 		$(if $(CASES),--cases $(subst $(comma), ,$(CASES)))
 
-bench-detection: setup types ## from a fault to the word of it, beside torchrun (N=10 SYSTEMS=a,b CASES=a,b)
+bench-detection: setup types ## from a fault to the word of it, beside its peers (N=10 SYSTEMS=a,b CASES=a,b)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.detection.main $(if $(filter-out file,$(origin N)),-n $(N)) \
 		$(SYSTEMS:%=--systems %) $(CASES:%=--cases %)
 

@@ -17,8 +17,6 @@ CASES = (
     "exception",
     "agent_killed",
     "network_cut",
-    "node_lost_no_reset",
-    "node_lost_after_reconfiguration",
     "rank_stopped",
     "gil_held",
     "rank_looping",
@@ -37,13 +35,17 @@ NEVER_NUM = 3
 
 class Trial(NamedTuple):
     """One fault and its detection time. `detect_s` None: nothing was reported, see `why`.
-    `iteration_s`: how long an iteration took then, where it matters."""
+    `iteration_s`: how long an iteration took then, where it matters. `named`: 1 if exactly the
+    victim was named. `healthy_touched`: how many other processes ended."""
 
     case: str
     system: str
     detect_s: float | None
     why: str = ""
     iteration_s: float | None = None
+    named: float | None = None
+    iterations_lost: float | None = None
+    healthy_touched: float | None = None
 
 
 class NotStruck(Exception):
@@ -58,7 +60,7 @@ def inside(folder: Path, task: int, rank: int, case: str) -> float:
     file = folder / "hold" / f"{task}-{rank}"
     trace = folder / f"{task}-{rank}.jsonl"
     begin = trace.stat().st_size
-    _write(file, {"event": EVENT})
+    ask(file, {"event": EVENT})
     last_s = time.monotonic() + HELD_S_MAX
     while not _is_held(trace, begin):
         if time.monotonic() > last_s:
@@ -67,7 +69,7 @@ def inside(folder: Path, task: int, rank: int, case: str) -> float:
         time.sleep(LOOK_S)
     asked = {"event": EVENT, "then": HELD[case], "slow_s": micro_batch_s(trace)}
     began_s = time.time()
-    _write(file, asked)
+    ask(file, asked)
     return began_s
 
 
@@ -103,8 +105,9 @@ def never(found: Sequence[Trial]) -> bool:
     return len(found) >= NEVER_NUM and all(trial.detect_s is None for trial in found)
 
 
-def _write(file: Path, asked: dict[str, Any]) -> None:
-    file.parent.mkdir(exist_ok=True)
+def ask(file: Path, asked: dict[str, Any]) -> None:
+    """Write what the trace of a rank is asked to do; it reads the file at its next event."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_suffix(".new")
     new.write_text(json.dumps(asked))
     new.rename(file)

@@ -14,6 +14,7 @@ from bench.recovery.peers import Peer
 from bench.recovery.trial import STILL_S_MAX, NotStarted
 from unicron.workers.host import linux
 
+NODES_NUM = 2
 WARM_NUM = 5
 TOLD_S_MAX = 30.0
 """Only the timeout of a collective could report later: 30 minutes by default."""
@@ -21,6 +22,21 @@ COLLECTIVE_S = 1800.0
 """torch's default timeout for gloo."""
 SAID = b"failed (exitcode"
 """The launcher logs this as soon as it has noticed that a worker ended."""
+
+
+def launcher(number: int, num_ranks: int, address: str, port: int) -> list[str]:
+    """The command line of one of NODES_NUM launchers, without the program."""
+    return [
+        "-m",
+        "torch.distributed.run",
+        f"--nnodes={NODES_NUM}",
+        f"--nproc-per-node={num_ranks // NODES_NUM}",
+        f"--node-rank={number}",
+        "--max-restarts=0",
+        "--rdzv-backend=static",
+        f"--master-addr={address}",
+        f"--master-port={port}",
+    ]
 
 
 class Torchrun(Peer):
@@ -35,7 +51,7 @@ class Torchrun(Peer):
 
     def start(self) -> None:
         """Raises NotStarted."""
-        for number in range(2):
+        for number in range(NODES_NUM):
             self.launch_node(number)
         for _ in self.watch.while_new(STILL_S_MAX):
             if max((line["iteration"] for line in self.watch.told), default=0) >= WARM_NUM:
@@ -45,20 +61,8 @@ class Torchrun(Peer):
         raise NotStarted(f"hangs: nothing new in its trace for {STILL_S_MAX:g} s")
 
     def launch_node(self, number: int) -> None:
-        self.spawn(
-            f"torchrun-{number}",
-            "-m",
-            "torch.distributed.run",
-            "--nnodes=2",
-            f"--nproc-per-node={NUM_RANKS // 2}",
-            f"--node-rank={number}",
-            "--max-restarts=0",
-            "--rdzv-backend=static",
-            f"--master-addr={self.address}",
-            f"--master-port={self.port}",
-            "-m",
-            "bench.recovery.loop",
-        )
+        launched = launcher(number, NUM_RANKS, self.address, self.port)
+        self.spawn(f"torchrun-{number}", *launched, "-m", "bench.recovery.loop")
 
     def strike(self, case: str) -> Trial:
         """Inject the fault; wait for the launcher of the victim (of a lost node: the other one)."""
