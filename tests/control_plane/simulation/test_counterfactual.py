@@ -458,7 +458,9 @@ def life(request: pytest.FixtureRequest) -> tuple[int, list[Record], Recording]:
 def whole(one: RunResult) -> float:
     """Check that earned FLOP and losses are finite and complete; the FLOP at full strength."""
     earnings = one.earnings
-    assert min(earnings.flop_of.values()) >= -1e-6 * earnings.flop, "no more is lost than was earned"
+    assert min(earnings.flop_of.values()) >= -1e-6 * earnings.flop, (
+        "no more is lost than was earned"
+    )
     assert all(math.isfinite(flop) for flop in earnings.lost_flop.values())
     felt = [*earnings.losses, earnings.unattributed]
     assert math.fsum(one.lost_flop for one in felt) == pytest.approx(
