@@ -105,10 +105,10 @@ class Reading:
             self._found = incident_records(one, self._records, decode_state(self._start))
             self.num_missing *= not self._found.is_over(self.last)
 
-    def _is_read(self, one: IncidentHistory) -> bool:
+    def _is_read(self, incident: IncidentHistory) -> bool:
         """Whether what follows tells no more of the incident itself."""
-        num = LATE_RECORDS_NUM if one.ended_seq else RECOVERING_RECORDS_NUM
-        return bool(one.closed_seq) and self.last >= one.closed_seq + num
+        num = LATE_RECORDS_NUM if incident.ended_seq else RECOVERING_RECORDS_NUM
+        return bool(incident.closed_seq) and self.last >= incident.closed_seq + num
 
     def facts(self, option: str, now_s: float) -> Plain:
         """The facts and waiting tasks. `option`: what commands have behind them. Raises Refusal if

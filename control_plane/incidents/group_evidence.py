@@ -187,7 +187,7 @@ class _Evidence:
                 and sorted(num_ranks.values()) == [1, len(told) - 1]
             ):
                 (usual, _), (_, _) = num_ranks.most_common()
-                (rank,) = [one for one, progress in told.items() if progress.entered != usual]
+                (rank,) = [rank for rank, progress in told.items() if progress.entered != usual]
                 return Located(
                     "mismatch",
                     (rank,),

@@ -61,8 +61,8 @@ def remember(state: ClusterState, task: Task, incident: int, status: str) -> Non
 
 def _where(state: ClusterState, task: Task) -> tuple[tuple[str, ...], tuple[Link, ...]]:
     """The nodes that explain most of what members say about their peers; else those of the members
-    that are in an operation which does not end; else all members' nodes. Also the links that members
-    name."""
+    that are in an operation which does not end; else all members' nodes. Also the links that are
+    named."""
     links = tuple(sorted(set(_accusations(state, task))))
     peers: dict[str, set[str]] = {}
     for a, b in links:

@@ -150,8 +150,8 @@ class SimulatedCluster:
             self._report_all(0.0, reports, SimulatedNode.is_unreported)
 
     def _probe(self, record: Record, order: o.ProbeNode) -> None:
-        """Each agent that is asked reaches the node at once if it lives, and tells it; else it waits
-        in vain."""
+        """Each agent that is asked reaches the node at once if it lives, and tells it; else it
+        waits in vain."""
         target = self.nodes[order.node]
         reached = target.up and target.incarnation == order.incarnation
         for name in order.nodes:

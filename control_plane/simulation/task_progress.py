@@ -89,7 +89,7 @@ class TaskProgress:
             begin = max(since, self.done_flop)
             worth += max(end - begin, 0.0) * then
             end = min(end, begin)
-        self.weights = [one for one in self.weights if one[0] < self.done_flop]
+        self.weights = [part for part in self.weights if part[0] < self.done_flop]
         self.weigh(weight)
         return worth
 
