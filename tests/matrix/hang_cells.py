@@ -26,7 +26,8 @@ THEN: dict[HangFault, str] = dict(
 MISMATCHES = HANGS[3:]
 Engine = Literal["train", "loop", "Megatron-LM"]
 
-ITERATIONS = 36
+ITERATIONS = {"train": 36, "loop": 60, "Megatron-LM": 60}
+"""By engine. A rank is replaced before the task ends: a script loads its libraries anew."""
 HUNG_IN = 12
 """The iteration in which a rank hangs: after the warm-up of what an iteration usually takes, and
 not the one behind a checkpoint, whose limit is another."""

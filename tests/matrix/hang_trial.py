@@ -122,7 +122,7 @@ class HangTrials:
                 "hang",
                 folder,
                 slots=(1, cell.layout.num),
-                iterations=ITERATIONS,
+                iterations=ITERATIONS[cell.engine],
                 checkpoint_every=saves,
                 copy_every=copies,
                 model=MODEL,
@@ -138,7 +138,7 @@ class HangTrials:
             "heal": "in-memory",
             "loop": {
                 "micro_batches": MICRO_BATCHES,
-                "iterations": ITERATIONS,
+                "iterations": ITERATIONS[cell.engine],
                 "parallel": cell.layout.parallel,
                 "output": str(folder / "out"),
                 "checkpoint_every": saves,
@@ -223,7 +223,9 @@ class HangTrials:
         key = cell.engine if cell.engine == "train" else cell.variant.name
         if key not in self._finals:
             if cell.engine == "train":
-                self._finals[key] = self._twins.trained(self._twins.begin(spec, ITERATIONS))
+                self._finals[key] = self._twins.trained(
+                    self._twins.begin(spec, ITERATIONS["train"])
+                )
             else:
                 self._finals[key] = self._trained(cell)
         return self._finals[key]
@@ -241,7 +243,7 @@ class HangTrials:
 def _loop(cell: HangCell, folder: Path) -> list[str]:
     """The command of the example's loop."""
     script = flagged_example(folder, (*cell.layout.flags, "held evaluation"))
-    words = ["--iterations", str(ITERATIONS), "--micro-batches", str(MICRO_BATCHES)]
+    words = ["--iterations", str(ITERATIONS[cell.engine]), "--micro-batches", str(MICRO_BATCHES)]
     sharded = ["--sharded"] * cell.layout.is_sharded
     return [sys.executable, str(script), *words, *sharded]
 
@@ -258,7 +260,7 @@ def _megatron(cell: HangCell, folder: Path) -> list[str]:
     script.write_text(changed(text, [HELD_FORWARD]))
     layout = cell.layout
     words = ["--num-layers", "4", "--global-batch-size", str(2 * MICRO_BATCHES)]
-    words += ["--train-iters", str(ITERATIONS)]
+    words += ["--train-iters", str(ITERATIONS[cell.engine])]
     words += ["--num-virtual-stages-per-pipeline-rank", "2"] * ("chunks" in layout.parallel)
     words += ["--use-distributed-optimizer"] * layout.is_sharded
     words += ["--overlap-grad-reduce"] * ("overlap" in layout.train)
