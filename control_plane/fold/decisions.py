@@ -187,7 +187,8 @@ def _settle_faults(
     down_s = [fault.at_s for fault in task.faults if fault.hurts]
     if task.failed_s >= 0:
         down_s.append(task.failed_s)
-    if severity == "SEV1" and any(task.member(number) is not None for number in ranks):
+    needs = task.member if task.heals_in_memory else task.ranks.get  # a command needs all processes
+    if severity == "SEV1" and any(needs(number) is not None for number in ranks):
         down_s.append(_down_since_s(state, task, ranks))
     if down_s and incident.down_since_s < 0:
         incident.down_since_s = min(down_s)

@@ -234,6 +234,20 @@ def test_no_node_is_lost_by_probes_if_more_than_a_third_are_silent() -> None:
     assert the(d.IncidentOpened, told).node == "n4"
 
 
+def test_a_command_that_loses_a_node_recovers_when_its_processes_run_again() -> None:
+    h = Hosts()
+    task = h.submit(spec(slots={"min": 1, "max": 4}, train=None, command=["python", "x.py"]))
+    h.obey(h.log[-20:])
+    h.silent("n4")
+    told = h.answers("n4", reached=(False, False, False))
+    assert the(d.IncidentOpened, told).node == "n4"
+    assert not only(d.IncidentRecovering, told), "the others end first, and start again"
+    h.now_s += 3.0
+    recovering = the(d.IncidentRecovering, h.obey(told))
+    assert recovering.pause_s >= 3.0
+    assert [rank.attempt for rank in task_of(h, task).ranks.values()] == [2, 2, 2]
+
+
 def test_nodes_that_are_gone_are_not_silent_at_once() -> None:
     """Idle machines of a cloud go without a word, one by one, and do not come back."""
     h = Hosts(9)
