@@ -189,7 +189,7 @@ class Demo:
         cluster.wait_told(after, "IncidentOpened", task=self._wide)
         self.network.mend(host, TRAIN)
         self.network.mend_one_way(host, peer, TRAIN, missing_ok=True)
-        cluster.wait_told(after, "IncidentClosed")
+        cluster.wait_told(after, "IncidentRecovering")
         yield self._step_s(generation)
         for kind in ("NodeUnreachable", "NodeQuarantined"):
             assert not cluster.told(after, kind), cluster.tail(after)
