@@ -82,7 +82,7 @@ class LayoutPeer(Peer):
         touched = [rank for rank, pid in pids.items() if pid not in left]
         why = f"collectives end after {self.hang.limit_s:g} s, as asked"
         if came_s is None:
-            why = self.tend() or f"nothing said within {TOLD_S_MAX:g} s"
+            why = self.tend() or f"no reaction within {TOLD_S_MAX:g} s"
         return Trial(
             case,
             self.name,
