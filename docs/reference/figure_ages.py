@@ -59,6 +59,14 @@ class Figure(NamedTuple):
     written_by: str = "make figures"
 
 
+DETECTION = (
+    "workers/agent",
+    "workers/diagnosis",
+    "workers/ipc",
+    "control_plane/incidents",
+    "control_plane/service",
+    "events/log",
+)
 WHOLE = ("events", "control_plane", "workers", "cli")
 FIGURES = {
     "attack": Figure("attack", "tests/bench/attack", WHOLE),
@@ -73,18 +81,9 @@ FIGURES = {
     "throughput": Figure(
         "bench-throughput", "tests/bench/throughput", ("control_plane/throughput",)
     ),
-    "detection": Figure(
-        "bench-detection",
-        "tests/bench/detection",
-        (
-            "workers/agent",
-            "workers/diagnosis",
-            "workers/ipc",
-            "control_plane/incidents",
-            "control_plane/service",
-            "events/log",
-        ),
-    ),
+    "detection": Figure("bench-detection", "tests/bench/detection", DETECTION),
+    "detection-hangs": Figure("bench-detection", "tests/bench/detection", DETECTION),
+    "detection-hosts": Figure("bench-detection", "tests/bench/detection", DETECTION),
     "recovery": Figure("bench-recovery", "tests/bench/recovery", HEALING),
     "layouts": Figure("bench-recovery", "tests/bench/recovery", HEALING),
     "settlement": Figure(

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from bench.attack import main as attack
-from bench.detection import faults
+from bench.detection import faults, hangs, silent_host
 from bench.detection import main as detection
 from bench.log import main as log
 from bench.memory import main as memory
@@ -202,6 +202,35 @@ def _detection(rows: Sequence[Row], about: About) -> str:
         for case in faults.CASES
     ]
     return _lines("| case | Unicron | goal | the paper's | torchrun |", lines)
+
+
+def _silent(rows: Sequence[Row], about: About) -> str:
+    """The cases of a hang, or those of a host that falls silent: a line for each system."""
+    found = _by_key(rows)
+
+    def shown(case: str, system: str, metric: str) -> str:
+        one = found.get((case, system, metric))
+        return "" if one is None or one.value is None else f"{one.value:.2g}"
+
+    metrics = dict.fromkeys(one.metric for one in rows if one.metric in detection.UNITS)
+    lines: list[list[str]] = []
+    for one in rows:
+        if one.metric == "detect_s":
+            goal = detection.goal(one, rows) if one.system == "unicron" else None
+            wanted = "" if goal is None else f"{goal:.2g}"
+            cells = [shown(one.case, one.system, metric) for metric in metrics]
+            lines.append([f"`{one.case}`", one.system, _told(one), wanted, *cells])
+    columns = " | ".join(f"`{metric}`" for metric in ("detect_s", "goal", *metrics))
+    return f"{about['cores']} cores.\n\n" + _lines(f"| case | system | {columns} |", lines)
+
+
+def _told(one: Row) -> str:
+    """A time of detection, and in how many trials there was one, if not in all; or why not."""
+    how_many, _, why = one.note.partition(" told: ")
+    if not one.n:
+        return why.partition(":")[0]
+    in_all = len({*how_many.split(" of ")}) == 1
+    return _spread(one) if not why or in_all else f"{_spread(one)}, {how_many}"
 
 
 def _recovery(rows: Sequence[Row], about: About) -> str:
@@ -567,6 +596,12 @@ BLOCKS = {
     ),
     "detection": Block(
         "docs/guides/bench-detection.md", "detection", faults.CASES, "detect_s", _detection
+    ),
+    "detection-hangs": Block(
+        "docs/guides/bench-detection.md", "detection", hangs.CASES, "detect_s", _silent
+    ),
+    "detection-hosts": Block(
+        "docs/guides/bench-detection.md", "detection", silent_host.CASES, "detect_s", _silent
     ),
     "recovery": Block(
         "docs/guides/bench-recovery.md",
