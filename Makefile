@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-hosts demo-slurm test test-real test-thorough simulation mutants fuzz fuzz-api attack confusion fault-matrix chaos-training chaos-blame bench-recovery bench-peers-check bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-log chaos-log bench-overhead bench-web bench-paper megatron-lm gpu-check golden-log figures disasters check types docs web test-web screenshots lock base-image wheel clean
+.PHONY: help setup demo demo-hosts demo-slurm test test-real test-thorough simulation sick-weeks mutants fuzz fuzz-api attack confusion fault-matrix chaos-training chaos-blame bench-recovery bench-peers-check bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-log chaos-log bench-overhead bench-web bench-paper megatron-lm gpu-check golden-log figures disasters check types docs web test-web screenshots lock base-image wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -61,6 +61,9 @@ SEEDS ?= 2000
 ONLY ?=
 simulation: setup types ## seeded faults in virtual time, on all cores (SEEDS=2000, or ONLY=7: one seed)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m simulated.seeds --seeds $(SEEDS) $(ONLY:%=--only %)
+
+sick-weeks: setup types ## weeks of a cluster whose links, hosts and switches go bad for minutes (SEEDS=2000)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m simulated.weeks --seeds $(SEEDS)
 
 ONLY_MUTANT ?=
 mutants: setup types ## faults planted in a copy of the tree: which tests see each (ONLY_MUTANT=03)
