@@ -50,7 +50,7 @@ def _stepped_to(state: ClusterState, task: Task, iteration: int) -> None:
     task.progressed_s = state.at_s
     task.iteration = max(task.iteration, iteration)
     if iteration > task.max_iteration:
-        task.common_nodes, task.unnamed_s = [], 0.0
+        task.common_nodes, task.common_places, task.unnamed_s = [], [], 0.0
     task.max_iteration = max(task.max_iteration, iteration)
     if task.stepped == task.generation and not (
         task.incident or task.transition or task.restarts or task.failures or task.reattempts

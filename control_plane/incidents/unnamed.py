@@ -8,6 +8,7 @@ and switches. The ranks of the most suspected place move to other slots, as an e
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -35,11 +36,23 @@ Place = tuple[PlaceKind, str]
 """Of what kind, and its name."""
 
 
+class Move(NamedTuple):
+    """The ranks of a place, and free slots outside it."""
+
+    place: Place
+    suspects: Sequence[Seat]
+    free: Sequence[Slot]
+
+
 # --- evidence ---
 def remember(state: ClusterState, task: Task, incident: int, status: str) -> None:
     """Fold: keep a fault without a name, once a generation, and where it may be."""
     now = {member.node for member in task.members}
-    task.common_nodes = sorted(now & set(task.common_nodes) if task.unnamed_s else now)
+    places = _places_above(state, now)
+    if task.unnamed_s:
+        now &= set(task.common_nodes)
+        places &= set(task.common_places)
+    task.common_nodes, task.common_places = sorted(now), sorted(places)
     task.unnamed_s = task.unnamed_s or state.at_s
     if any((fault.task, fault.generation) == (task.id, task.generation) for fault in state.unnamed):
         return
@@ -57,6 +70,13 @@ def remember(state: ClusterState, task: Task, incident: int, status: str) -> Non
     since_s = state.at_s - DAY_S
     kept = [fault for fault in state.unnamed if fault.at_s >= since_s]
     state.unnamed = [*kept, fault][-NUM_UNNAMED_MAX:]
+
+
+def _places_above(state: ClusterState, nodes: Iterable[str]) -> set[Place]:
+    """The racks and switches of these nodes."""
+    labels = [state.nodes[name].labels for name in nodes if name in state.nodes]
+    places: set[Place] = {("rack", label.rack) for label in labels if label.rack}
+    return places | {("switch", label.switch) for label in labels if label.switch}
 
 
 def _where(state: ClusterState, task: Task) -> tuple[tuple[str, ...], tuple[Link, ...]]:
@@ -132,12 +152,9 @@ def counts(state: ClusterState) -> Counter[Place]:
     """How many faults without a name each place explains: (kind, name)."""
     nums: Counter[Place] = Counter()
     for fault in recent(state):
-        labels = [state.nodes[name].labels for name in fault.nodes if name in state.nodes]
         places: set[Place] = {("host", name) for name in fault.nodes}
         places |= {("link", f"{a} - {b}") for a, b in fault.links}
-        places |= {("rack", label.rack) for label in labels if label.rack}
-        places |= {("switch", label.switch) for label in labels if label.switch}
-        nums.update(places)
+        nums.update(places | _places_above(state, fault.nodes))
     return nums
 
 
@@ -157,25 +174,53 @@ def experiment(state: ClusterState, task: Task, status: str) -> Iterator[Body]:
             verdict="cleared",
             why=f"{status} came back without {where}",
         )
-    if state.held or not task.heals_in_memory or is_pinned(state, task):
-        return
-    if not has_returned(state, task):
+    if state.held or not has_returned(state, task):
         return
     nums = counts(state)
-    for place, nodes in _places(state, task, nums):
+    moves = [*_out_of_common(state, task), *_moves(state, task, _places(state, task, nums))]
+    for place, suspects, free in moves[:1]:
+        yield ExperimentBegun(
+            task=task.id,
+            suspects=tuple(suspects),
+            status=status,
+            why=_why(place, nums, suspects, free),
+            seats=blame.moved(task, suspects, free),
+            considered=_considered(nums, here),
+        )
+
+
+def _moves(
+    state: ClusterState, task: Task, places: Iterable[tuple[Place, set[str]]]
+) -> Iterator[Move]:
+    """The places whose ranks can move to free slots outside."""
+    if not task.heals_in_memory or is_pinned(state, task):
+        return
+    for place, nodes in places:
         suspects = [seat for seat in task.target if seat.slot.node in nodes]
         free = _free(state, task, suspects, place, nodes)
         if suspects and len(free) >= len(suspects):
-            seats = blame.moved(task, suspects, free)
-            yield ExperimentBegun(
-                task=task.id,
-                suspects=tuple(suspects),
-                status=status,
-                why=_why(place, nums, suspects, free),
-                seats=seats,
-                considered=_considered(nums, here),
-            )
-            return
+            yield Move(place, suspects, free)
+
+
+def _out_of_common(state: ClusterState, task: Task) -> Iterator[Move]:
+    """When the fault has lasted longer than it may: the racks and switches that have been under it
+    all the time. A host was exchanged for another behind the same switch."""
+    if _lasts(state, task):
+        yield from _moves(
+            state,
+            task,
+            (
+                (
+                    (kind, name),
+                    {
+                        seat.slot.node
+                        for seat in task.target
+                        if getattr(state.nodes[seat.slot.node].labels, kind) == name
+                    },
+                )
+                for kind, name in task.common_places
+            ),
+        )
 
 
 def _pending(task: Task) -> list[Seat]:
@@ -305,12 +350,18 @@ def _is_proved(state: ClusterState, nums: Mapping[Place, int], name: str) -> boo
 
 def is_everywhere(state: ClusterState, task: Task) -> bool:
     """Whether the fault comes back at the same iteration whatever nodes the task has, for longer
-    than faults of a network may last: it is the task's own."""
+    than faults of a network may last: it is the task's own. No rack or switch is left that all its
+    nodes had, and that it can leave."""
     return (
-        task.unnamed_s > 0
-        and not task.common_nodes
-        and state.at_s - task.unnamed_s >= state.policy.passing_s_max
+        not task.common_nodes
+        and _lasts(state, task)
+        and next(_out_of_common(state, task), None) is None
     )
+
+
+def _lasts(state: ClusterState, task: Task) -> bool:
+    """Whether the fault has come back for longer than faults of a network may last."""
+    return task.unnamed_s > 0 and state.at_s - task.unnamed_s >= state.policy.passing_s_max
 
 
 def may_go_on(state: ClusterState, task: Task) -> bool:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-from ...events.records.decisions import ThroughputSet
+from ...events.records.decisions import PlaceKind, ThroughputSet
 from ...events.records.reports import Whereabouts
 from ...events.records.types import (
     GroupProgress,
@@ -370,6 +370,8 @@ class Task(Struct, kw_only=True):
     reattempts: int = 0
     common_nodes: list[str] = field(default_factory=list[str])
     """The nodes that were members at each fault without a name since it last made progress."""
+    common_places: list[tuple[PlaceKind, str]] = field(default_factory=list[tuple[PlaceKind, str]])
+    """The same for racks and switches: kind and name."""
     unnamed_s: float = 0.0
     """When the first of these faults was; 0: there is none."""
     declined: str = ""

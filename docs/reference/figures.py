@@ -471,9 +471,13 @@ def _hangs(rows: Sequence[Row], about: About) -> str:
     acted_s = [one.value for one in rows if one.metric == "acted_s" and one.value is not None]
     found = [outcomes[name] for name in HANG_MATRIX if outcomes[name] != "not run"]
     equal = found.count("equal")
-    times = f" Acted upon after {median(acted_s):.1f} s (median), {max(acted_s):.1f} s at most."
+    times = (
+        f" Acted upon after {median(acted_s):.1f} s (median), {max(acted_s):.1f} s at most."
+        if acted_s
+        else ""
+    )
     return (
-        f"{len(found)} runs, {equal} of them as they must be.{times if acted_s else ''}\n\n"
+        f"{len(found)} runs, {equal} of them as they must be.{times}\n\n"
         f"{markdown_of_hangs(outcomes)}"
     )
 

@@ -232,9 +232,11 @@ def test_the_hang_rows_are_written_when_they_are_whole(tmp_path: Path) -> None:
         row(name, "unicron", "outcome", None, 1) | {"value": "equal", "unit": ""}
         for name in figures.HANG_MATRIX
     ]
+    times = [row(figures.HANG_MATRIX[-1], "unicron", "acted_s", seconds, 1) for seconds in (3, 11)]
     assert measured(tmp_path, "fault-matrix-hangs", rows[1:]) == PAGE.format("fault-matrix-hangs")
-    page = measured(tmp_path, "fault-matrix-hangs", rows)
+    page = measured(tmp_path, "fault-matrix-hangs", rows + times)
     assert page.count(" = ") == len(rows)
+    assert "Acted upon after 7.0 s (median), 11.0 s at most." in page
     assert "| first iteration | = enters a collective alone |" in page
 
 

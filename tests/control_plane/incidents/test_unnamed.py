@@ -246,6 +246,20 @@ def test_weeks_with_bad_links_hosts_and_switches(first: int) -> None:
     assert num_experiments > 0
 
 
+@pytest.mark.parametrize("seed", [2379, 4703])
+def test_a_task_leaves_a_switch_that_is_bad_longer_than_a_network_may_be(seed: int) -> None:
+    """Host after host was exchanged for another behind the same switch, for 15 minutes."""
+    (d,) = played(range(seed, seed + 1))
+    assert all(not it.outcome and it.phase == "training" for it in d.state.tasks.values())
+    (begun, *_) = [
+        one.body
+        for one in d.log
+        if isinstance(one.body, decisions.ExperimentBegun) and len(one.body.suspects) > 1
+    ]
+    assert begun.why.startswith(f"ranks {begun.suspects[0].rank} {begun.suspects[1].rank} of ")
+    assert d.innocent() == []
+
+
 def test_a_host_that_is_bad_every_day_is_taken_out() -> None:
     d = SickNetwork(5, num_nodes=8, sizes=(4,))
     sick = task_of(d, d.jobs[0]).target[1].slot.node
