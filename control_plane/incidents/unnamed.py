@@ -75,8 +75,9 @@ def remember(state: ClusterState, task: Task, incident: int, status: str) -> Non
 def _places_above(state: ClusterState, nodes: Iterable[str]) -> set[Place]:
     """The racks and switches of these nodes."""
     labels = [state.nodes[name].labels for name in nodes if name in state.nodes]
-    places: set[Place] = {("rack", label.rack) for label in labels if label.rack}
-    return places | {("switch", label.switch) for label in labels if label.switch}
+    racks: set[Place] = {("rack", label.rack) for label in labels if label.rack}
+    switches: set[Place] = {("switch", label.switch) for label in labels if label.switch}
+    return racks | switches
 
 
 def _where(state: ClusterState, task: Task) -> tuple[tuple[str, ...], tuple[Link, ...]]:
