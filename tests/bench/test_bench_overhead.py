@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 from bench.overhead import main
 from loop_driver import drive_loop
@@ -30,8 +31,9 @@ def test_each_case_is_a_valid_job(tmp_path: Path) -> None:
                 **case.loop,
             )
             driver.close()
-            assert driver.spec.loop is not None
-            assert {key: getattr(driver.spec.loop, key) for key in case.loop} == case.loop
+            loop = msgspec.to_builtins(driver.spec.loop)
+            loop |= loop["parallel"]
+            assert {key: loop[key] for key in case.loop} == case.loop
 
 
 @pytest.mark.thorough
@@ -45,3 +47,15 @@ def test_each_pair_has_an_iteration_of_both(
     assert len(pairs) == 4
     # Both run the same passes, so neither takes a small part of the other.
     assert all(0.3 < unicron_s / stock_s < 3 for unicron_s, stock_s in pairs)
+
+
+@pytest.mark.thorough
+def test_each_pair_has_a_counted_and_an_uncounted_iteration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "LIMIT_S", LIMIT_S)
+    for name in main.HUGE_PAGES:
+        monkeypatch.setenv(name, "")
+    pairs = main.measured(tmp_path, main.CASES["counted_tp2dp2"]._replace(num_pairs=3))
+    assert len(pairs) == 3
+    assert all(0.3 < counted_s / uncounted_s < 3 for counted_s, uncounted_s in pairs)
