@@ -31,7 +31,7 @@ def test_each_case_is_a_valid_job(tmp_path: Path) -> None:
                 **case.loop,
             )
             driver.close()
-            loop = msgspec.to_builtins(driver.spec.loop)
+            loop = msgspec.json.decode(msgspec.json.encode(driver.spec.loop))
             loop |= loop["parallel"]
             assert {key: loop[key] for key in case.loop} == case.loop
 
