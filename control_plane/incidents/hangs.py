@@ -198,16 +198,14 @@ def _located(task: Task, stalls: Mapping[int, Stall], own: Sequence[Rank]) -> Lo
     return None if works and not works.issuperset(located.ranks) else located
 
 
-def stuck_ranks(task: Task) -> tuple[int, ...]:
-    """The members that have entered an operation which does not end, if the groups of all show that
-    it is the network; else ()."""
+def located_in_groups(task: Task) -> Located | None:
+    """What the groups of all members show, if all wait in collectives."""
     stalls = task.stalls
     if any(member.rank not in stalls for member in task.members) or any(
         stall.where == "own" for stall in stalls.values()
     ):
-        return ()
-    located = _located(task, stalls, ())
-    return located.stuck if located is not None else ()
+        return None
+    return _located(task, stalls, ())
 
 
 def _of_all(

@@ -21,7 +21,7 @@ from ..state.members import is_pinned
 from ..state.task import Task
 from . import blame
 from .blame import DAY_S
-from .hangs import stuck_ranks
+from .hangs import located_in_groups
 from .root_cause import host_of, nodes_by_host
 
 NUM_A_DAY = 3
@@ -83,7 +83,10 @@ def _places_above(state: ClusterState, nodes: Iterable[str]) -> set[Place]:
 def _where(state: ClusterState, task: Task) -> tuple[tuple[str, ...], tuple[Link, ...]]:
     """The nodes that explain most of what members say about their peers; else those of the members
     that are in an operation which does not end; else all members' nodes. Also the links that are
-    named."""
+    named. None, if members call different operations: no place explains that."""
+    located = located_in_groups(task)
+    if located is not None and located.kind == "mismatch":
+        return (), ()
     links = tuple(sorted(set(_accusations(state, task))))
     peers: dict[str, set[str]] = {}
     for a, b in links:
@@ -92,15 +95,16 @@ def _where(state: ClusterState, task: Task) -> tuple[tuple[str, ...], tuple[Link
     most = max(map(len, peers.values()), default=0)
     named = [name for name, others in peers.items() if len(others) == most]
     nodes = sorted(
-        named or _of_stuck(task) or _of_faults(task) or {member.node for member in task.members}
+        named
+        or _nodes_of(task, located.stuck if located is not None else ())
+        or _of_faults(task)
+        or {member.node for member in task.members}
     )
     return (tuple(nodes) if len(nodes) <= NUM_NODES_MAX else ()), links
 
 
-def _of_stuck(task: Task) -> set[str]:
-    """The nodes of the group that is stuck: the others wait for its ranks."""
-    stuck = stuck_ranks(task)
-    return {rank.slot.node for rank in task.living_members() if rank.rank in stuck}
+def _nodes_of(task: Task, ranks: Collection[int]) -> set[str]:
+    return {rank.slot.node for rank in task.living_members() if rank.rank in ranks}
 
 
 def _of_faults(task: Task) -> set[str]:

@@ -609,6 +609,17 @@ def test_the_place_of_a_fault_is_that_of_the_group_that_is_stuck(d: Driver, task
     assert fault.nodes == ("n1",)
 
 
+def test_no_place_explains_that_ranks_call_different_operations(d: Driver, task: int) -> None:
+    """Rank 1 has skipped one of all, and waits in another with rank 0, which waits for it."""
+    counts = {0: (8, 3, 5), 1: (9, 3, 4), 2: (8, 3, 5), 3: (8, 3, 5)}
+    told(d, task, counts, stuck_in={0: "world", 1: "tp", 2: "world", 3: "world"})
+    opened = the(decisions.IncidentOpened, d.due(deadline(d, task)))
+    assert (opened.severity, opened.ranks) == ("SEV3", (0, 1, 2, 3))
+    assert "waits in a circle" in opened.why
+    (fault,) = d.state.unnamed
+    assert (fault.nodes, fault.links) == ((), ())
+
+
 def test_groups_that_contradict_the_marks_are_not_believed(d: Driver, task: int) -> None:
     """Rank 3 says that it works; by the groups it would be rank 1."""
     told(d, task, {0: (8, 3, 5), 1: (7, 3, 5), 2: (9, 4, 5), 3: (9, 4, 5)})
