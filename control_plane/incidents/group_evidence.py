@@ -114,12 +114,16 @@ class _Evidence:
         self._sent: dict[Channel, GroupProgress] = {}
         self._received: dict[Channel, GroupProgress] = {}
         self._channels: dict[Channel, Group] = {}
+        known: dict[tuple[int, ...], tuple[tuple[int, ...], str]] = {}
         for rank, stall in stalls.items():
             for told in stall.groups:
-                self._add(rank, told, [members[place] for place in _places(told, len(members))])
+                if told.members not in known:  # all members of a group tell the same
+                    ranks = tuple(members[place] for place in _places(told, len(members)))
+                    known[told.members] = ranks, " ".join(map(str, sorted(ranks)))
+                self._add(rank, told, *known[told.members])
         self._least = {group: self._least_entered(group) for group in self._groups}
 
-    def _add(self, rank: int, told: GroupProgress, ranks: Sequence[int]) -> None:
+    def _add(self, rank: int, told: GroupProgress, ranks: tuple[int, ...], text: str) -> None:
         name = told.role or f"group {told.key:08x}"
         if told.kind in (SEND, RECEIVE):
             if not ranks or ranks[0] == rank:
@@ -129,9 +133,9 @@ class _Evidence:
             (self._sent if told.kind == SEND else self._received)[channel] = told
             self._channels[channel] = Group(name)
             return
-        group = Group(name, " ".join(map(str, sorted(ranks))) or f"{told.key:x}")
+        group = Group(name, text or f"{told.key:x}")
         self._groups[group][rank] = told
-        self._members[group] = tuple(ranks)
+        self._members[group] = ranks
 
     def _listed(self, group: Group) -> Iterable[int]:
         return self._members[group] or self._groups[group]
@@ -322,7 +326,7 @@ def _places(told: GroupProgress, num: int) -> list[int]:
     if len(told.members) != 5 or min(told.members) < 0:
         return []
     start, n1, s1, n2, s2 = told.members
-    if n1 * n2 > num:
+    if not 0 < n1 * n2 <= num:
         return []
     places = [start + i * s1 + j * s2 for j in range(n2) for i in range(n1)]
     return places if max(places, default=num) < num and len(set(places)) == len(places) else []

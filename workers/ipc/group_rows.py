@@ -260,7 +260,7 @@ def _entry(data: bytes, began: int, now_s: float) -> Entry | None:
         raise Violation(f"kind {kind} of an operation")
     if role >= len(ROLES):
         raise Violation(f"role {role} of a group")
-    if max(start, n1, s1, n2, s2, n1 * n2) > MEMBERS_NUM_MAX:
+    if max(start, n1, s1, n2, s2, n1 * n2) > MEMBERS_NUM_MAX or (n1 > 0) != (n2 > 0):
         raise Violation(f"group of {n1} x {n2} members")
     if num_bytes > NUM_BYTES_MAX:
         raise Violation(f"operation of {num_bytes} bytes")

@@ -8,6 +8,7 @@ the waits that the execution knows.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -485,6 +486,14 @@ def test_another_call_than_that_of_its_peers_is_a_mismatch(changes: dict[str, An
     located = locate_stalls(stalls, range(4))
     assert located is not None
     assert (located.kind, located.ranks) == ("mismatch", (2,)), located
+
+
+def test_an_agent_cannot_make_the_leader_count_loops_without_a_member() -> None:
+    stalls = {rank: waiting(rank, entered(WORLD, 7)) for rank in range(4)}
+    stalls[2] = waiting(2, entered(WORLD, 7, members=(0, 0, 0, 1 << 62, 0)))
+    began_s = time.process_time()
+    locate_stalls(stalls, range(4))
+    assert time.process_time() < began_s + 5
 
 
 def test_two_ranks_that_differ_are_both_told_and_none_is_blamed() -> None:

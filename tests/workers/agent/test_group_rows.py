@@ -173,3 +173,14 @@ def test_rows_with_anything_are_values_or_a_violation(junk: list[tuple[int, byte
         return
     assert all(entry.kind in KINDS and entry.at_s >= 0 for entry in told.entries)
     assert len(told.entries) <= (BYTES - HEADER_BYTES) // ROW_BYTES
+
+
+@pytest.mark.parametrize("loops", [(0, 0, 0, 1 << 24, 0), (0, 1 << 24, 1, 0, 0)])
+def test_loops_without_a_member_are_a_violation(
+    page: ProgressPage, loops: tuple[int, int, int, int, int]
+) -> None:
+    """Whoever counts them out would be busy for seconds."""
+    rows = rows_of(page)
+    rows.enter(Row(struct.pack("<IIIIII", 7, *loops), 1), 0, 1)
+    with pytest.raises(Violation, match="members"):
+        page.groups()
