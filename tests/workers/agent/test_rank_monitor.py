@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -174,6 +175,8 @@ class Monitored:
         patch.setattr(CpuWait, "in_s", mock.Mock(return_value=0.0))  # its time is the real one
         self.moved_bytes = 0
         patch.setattr(process_state, "moved_bytes", lambda pid: self.moved_bytes)
+        self.started_s = 0.0
+        patch.setattr(process_state, "newest_start_s", lambda pid: self.started_s)
         self.bodies: list[Body] = []
         self.watch = RankMonitors(lambda body, at_s: self.bodies.append(body), unguarded)
         self.ranks: list[ProgressWriter] = []
@@ -349,6 +352,66 @@ def test_a_rank_that_reads_or_writes_is_not_stalled(monitored: Monitored) -> Non
     assert monitored.take(RankUnstalled) == []
 
 
+def test_a_rank_that_loads_its_samples_for_long_is_neither_stalled_nor_slow(
+    monitored: Monitored,
+) -> None:
+    (pulse,) = monitored.ranks
+    monitored.iterate(10)
+    pulse.begin(1, 50, "usual")
+    for _ in range(100):
+        monitored.go(0.3)
+        monitored.moved_bytes += 2 * MOVED_BYTES_MIN
+    pulse.mark("forward", OWN_CODE)
+    monitored.go(STALL_S_MIN - WATCH_S)
+    assert monitored.bodies == []
+    monitored.go(3 * WATCH_S)
+    assert [told.what for told in monitored.take(RankStalled)] == ["forward"]
+
+
+def test_a_data_loader_may_start_its_workers_anew(monitored: Monitored) -> None:
+    """They import for seconds, and their pages are read already, so that no byte moves."""
+    (pulse,) = monitored.ranks
+    monitored.iterate(10)
+    pulse.begin(1, 50, "usual")
+    monitored.started_s = monitored.now_s + 0.1
+    monitored.go(20.0)
+    pulse.mark("forward", OWN_CODE)
+    monitored.go(STALL_S_MIN - WATCH_S)
+    assert monitored.bodies == []
+    pulse.begin(1, 51, "usual")
+    monitored.go(2 * STALL_S_MIN)
+    (stalled,) = monitored.take(RankStalled)
+    assert (stalled.iteration, stalled.is_untimed) == (51, False), "it has started none since"
+    monitored.started_s = monitored.now_s + 0.1
+    monitored.go(FLOW_EVERY_S + 2 * WATCH_S)
+    assert len(monitored.take(RankUnstalled)) == 1, "it has now"
+    monitored.go(LENIENT_S + 1.0)
+    assert [told.is_untimed for told in monitored.take(RankStalled)] == [True]
+
+
+def test_what_is_received_counts() -> None:
+    """recv() and send() are in no count of the process."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    before = process_state.moved_bytes(os.getpid())
+    with one, other:
+        for _ in range(64):
+            one.sendall(bytes(1 << 16))
+            left = 1 << 16
+            while left:
+                left -= len(other.recv(left))
+        assert process_state.moved_bytes(os.getpid()) - before >= 64 << 16
+
+
+def test_when_the_newest_child_was_started() -> None:
+    before_s = time.monotonic()
+    with subprocess.Popen(["sleep", "20"]) as child:
+        started_s = process_state.newest_start_s(os.getpid())
+        child.kill()
+    assert before_s - 0.02 <= started_s <= time.monotonic()
+
+
 def test_what_a_process_and_its_children_read_counts(tmp_path: Path) -> None:
     file = tmp_path / "data"
     file.write_bytes(bytes(4 << 20))
@@ -388,6 +451,20 @@ def test_a_first_iteration_has_the_limit_of_the_policy_or_a_lenient_one(
     monitored.go(2 * WATCH_S)
     (stalled,) = monitored.take(RankStalled)
     assert (stalled.generation, stalled.iteration, stalled.is_untimed) == (2, 11, False)
+
+
+def test_a_first_iteration_that_compiled_may_compile_again(monitored: Monitored) -> None:
+    (pulse,) = monitored.ranks
+    pulse.begin(1, 0, "first")
+    monitored.go(480.0)
+    pulse.finish()
+    monitored.iterate(10)
+    monitored.bodies.clear()
+    pulse.begin(2, 11, "first")
+    monitored.go(590.0)
+    assert monitored.bodies == []
+    monitored.go(20.0)
+    assert [told.is_untimed for told in monitored.take(RankStalled)] == [False]
 
 
 def test_a_shorter_limit_of_the_policy_is_the_lenient_one(

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ...host import tcp_traffic
 from ...host.cpu_wait import cpu_wait_s
 
 _TICKS_HZ = os.sysconf("SC_CLK_TCK")
@@ -84,6 +85,9 @@ def describe(pid: int, before: ProcessState | None) -> str:
 MOVED_BYTES_MIN = 1 << 20
 """A process that loads or saves reads or writes at least this much within its limit. What monitors
 and logs in the same process move is far less."""
+_MOVED = ("rchar", "wchar", "read_bytes")
+"""What counts of /proc/PID/io: what a process reads from memory-mapped files is in the last alone.
+"""
 FLOW_EVERY_S = 0.5
 """Time between two looks at what a process has read and written: they read many files of /proc."""
 
@@ -98,6 +102,8 @@ class DataFlow:
         self._looked_s = 0.0
         self.moved_s = 0.0
         """When they were last seen to have read or written enough; 0: never."""
+        self.started_s = 0.0
+        """When the newest of its descendants was started, by the last look."""
 
     def look(self, now_s: float, within_s: float) -> bool:
         """Whether they have read or written MOVED_BYTES_MIN since the last such look, within
@@ -105,29 +111,55 @@ class DataFlow:
         if self._since is not None and now_s < self._looked_s + FLOW_EVERY_S:
             return False
         self._looked_s, moved = now_s, moved_bytes(self._pid)
+        self.started_s = newest_start_s(self._pid)
         before, since_s = self._since or (moved, now_s)
+        before = min(before, moved)  # what closed connections have carried is no longer told
         has_moved = moved >= before + MOVED_BYTES_MIN
         if has_moved:
             self.moved_s = now_s
         if self._since is None or has_moved or now_s > since_s + within_s:
             self._since = moved, now_s
+        else:
+            self._since = before, since_s
         return has_moved
 
 
 def moved_bytes(pid: int) -> int:
-    """What the process and its descendants have read and written so far, in bytes; those of which
-    /proc does not tell are left out. Of DataLoader's workers too: they are its children."""
-    num_bytes, todo = 0, [pid]
-    while todo:
-        process = todo.pop()
+    """What the process and its descendants have read and written so far, in bytes, by system calls,
+    by memory-mapped files and by their connections; those of which /proc does not tell are left
+    out. Of DataLoader's workers too: they are its children."""
+    num_bytes, sockets = 0, set[int]()
+    for process in family(pid):
         with suppress(OSError, ValueError):
             lines = Path(f"/proc/{process}/io").read_text(encoding="ascii").splitlines()
-            num_bytes += sum(int(line.split()[1]) for line in lines[:2])
+            told = dict(line.split(": ") for line in lines)
+            num_bytes += sum(int(told[name]) for name in _MOVED)
+        sockets |= tcp_traffic.sockets_of(process)
+    return num_bytes + tcp_traffic.carried_bytes(sockets)
+
+
+def newest_start_s(pid: int) -> float:
+    """When the newest descendant of the process was started, on the monotonic clock; 0: it has
+    none."""
+    newest = 0
+    for process in family(pid)[1:]:
+        with suppress(OSError, ValueError, IndexError):
+            text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+            newest = max(newest, int(text.rpartition(")")[2].split()[19]))
+    slept_s = time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)
+    return newest / _TICKS_HZ - slept_s if newest else 0.0
+
+
+def family(pid: int) -> list[int]:
+    """The process and its descendants."""
+    found, todo = list[int](), [pid]
+    while todo:
+        found.append(process := todo.pop())
         with suppress(OSError):
             for thread in os.listdir(f"/proc/{process}/task"):
                 text = Path(f"/proc/{process}/task/{thread}/children").read_text(encoding="ascii")
                 todo += map(int, text.split())
-    return num_bytes
+    return found
 
 
 def _inside(pid: int) -> str:

@@ -13,6 +13,7 @@ from ....events.records.reports import RankStalled, RankUnstalled, StepTimeChang
 from ....events.records.types import Body, GroupProgress
 from ...diagnosis.step_time import (
     LENIENT_S,
+    SHOWN_TIMES,
     STALLED_TIMES,
     WARM_UP_NUM,
     StepTimeChange,
@@ -24,6 +25,7 @@ from ...ipc.progress_page import (
     COLLECTIVE_CODE,
     EVALUATE,
     OUTSIDE_CODE,
+    FinishedIteration,
     Mark,
     ProgressPage,
 )
@@ -44,6 +46,8 @@ SLOW_AGAIN_TIMES = 2.0
 REPORT_S = 10.0
 """Minimum time between two step-time reports of one rank in the same generation."""
 
+START_S = 0.01
+"""The kernel rounds down when a process was started, to a hundredth of a second."""
 LOADS_IN = ("begin", "micro_batch")
 """The marks after which an iteration reads its samples."""
 
@@ -63,12 +67,16 @@ class Limit(NamedTuple):
 
 
 class Limits:
-    """The limits of one rank. `untimed_s`: of what has no usual time yet."""
+    """The limits of one rank. `first_s_max`: of the policy."""
 
-    def __init__(self, untimed_s: float) -> None:
-        self._untimed_s = untimed_s
+    def __init__(self, first_s_max: float) -> None:
+        self._first_s_max = first_s_max
+        self._untimed_s = min(LENIENT_S, first_s_max)
+        """Of what has no usual time yet."""
         self._evaluation_s = 0.0
         """The longest evaluation so far."""
+        self._first_s = 0.0
+        """The longest first iteration so far: it may have compiled, and may do so again."""
         self._last: Mark | None = None
 
     def passed(self, mark: Mark) -> None:
@@ -77,11 +85,20 @@ class Limits:
         if last is not None and last.what == EVALUATE:
             self._evaluation_s = max(self._evaluation_s, mark.at_s - last.at_s)
 
+    def finished(self, done: FinishedIteration) -> None:
+        """A first iteration limits the first ones of later generations."""
+        if done.kind == "first":
+            self._first_s = max(self._first_s, done.iteration_s)
+
+    def untimed(self, normal_s: float) -> Limit:
+        """The limit of what has no usual time."""
+        return Limit(self._untimed_s, normal_s, is_untimed=True, may_load=True)
+
     def of(self, mark: Mark, monitor: StepTimeMonitor, num_done: int) -> Limit | None:
         """The limit after this mark. `num_done`: the iterations that the process has finished.
         None: what it does has no limit here: it joins, recovers or waits for orders."""
         average_s = monitor.average_s
-        untimed = Limit(self._untimed_s, average_s, is_untimed=True, may_load=True)
+        untimed = self.untimed(average_s)
         if mark.phase == OUTSIDE_CODE:
             if mark.what not in BETWEEN:
                 return None
@@ -92,6 +109,8 @@ class Limits:
         if not average_s or num_done < WARM_UP_NUM:
             return untimed
         limit_s = max(monitor.limit_s(mark.kind, self._untimed_s), STALL_S_MIN)
+        if mark.kind == "first":
+            limit_s = max(limit_s, SHOWN_TIMES * min(self._first_s, self._first_s_max))
         return Limit(limit_s, average_s, may_load=mark.what in LOADS_IN)
 
 
@@ -181,7 +200,7 @@ class RankMonitor:
         self.page = page
         self._ids = {"task": order.task, "rank": order.rank, "attempt": order.attempt}
         self.pid = pid
-        self._limits = Limits(min(LENIENT_S, order.first_iteration_s_max))
+        self._limits = Limits(order.first_iteration_s_max)
         self._monitor: StepTimeMonitor = StepTimeMonitor()
         self._generation: int = 0
         self._num_done = 0
@@ -196,6 +215,8 @@ class RankMonitor:
         self._before: process_state.ProcessState | None = None
         self._flow = DataFlow(pid)
         """What it reads and writes since the last mark."""
+        self._loaded_s = 0.0
+        """When it was last seen to load its samples: an iteration is not slow by that."""
         self._stalled: Mark | None = None
         self._reported_s = -REPORT_S
         self._slow: SlowReport | None = None
@@ -263,6 +284,14 @@ class RankMonitor:
         if limit.may_load and in_s > limit_s / 3 and self._flow.look(now_s, within_s=limit_s / 2):
             self._before = None
             return self._check_unstalled(mark, now_s)
+        starts = limit.may_load and self._flow.started_s >= mark.at_s - START_S > 0
+        if starts or self._flow.moved_s:
+            self._loaded_s = now_s
+        if starts:
+            limit = self._limits.untimed(limit.normal_s)  # a DataLoader starts its workers anew
+            limit_s = max(limit_s, limit.s)
+            if in_s <= limit_s and self._stalled is not None:
+                return self._check_unstalled(mark, now_s)
         if self._stalled is None and in_s > limit_s / 3 and self._before is None:
             self._before = process_state.look(self.pid)
         if (
@@ -298,7 +327,7 @@ class RankMonitor:
         that only waits for a slow peer is not slow."""
         if self._stalled is not None or mark.phase == COLLECTIVE_CODE:
             return []
-        own_s = now_s - max(mark.began_s, self._from_s) - mark.waited_s
+        own_s = now_s - max(mark.began_s, self._from_s, self._loaded_s) - mark.waited_s
         before = self._slow if self._slow is not None and self._slow.of(mark) else None
         least_s = SLOW_AGAIN_TIMES * before.own_s if before is not None else limit_s
         if own_s <= least_s:
@@ -319,6 +348,7 @@ class RankMonitor:
     def _check_done(self, now_s: float, mark: Mark) -> list[Body]:
         for done in self.page.done(self._num_done):
             self._num_done = done.num
+            self._limits.finished(done)
             if done.generation == self._generation:
                 self._monitor.add(done.iteration_s, done.own_s, done.kind)
                 if not self._monitor.average_s:  # the first iteration only seeds the average
