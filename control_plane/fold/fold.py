@@ -35,7 +35,7 @@ from . import (
     stragglers,
 )
 from .deadlines import deadline_reached
-from .edits import find_rank, restart_deadlines
+from .edits import find_rank, restart_deadlines, update_hang_deadline
 
 _PLANNED_BY = (
     "mtbf_gpu_s",
@@ -108,6 +108,8 @@ def _policy_set(state: ClusterState, record: Record, body: r.PolicySet) -> None:
     update_mtbf(state)
     if held and not state.held:
         operator_requests.healing_active_again(state)
+    for task in live_tasks(state):
+        update_hang_deadline(state, task, restart=True)
     void_transitions(state)
 
 

@@ -6,6 +6,7 @@ most are in their own work, they share a cause (a file system, a machine), and n
 """
 
 from collections.abc import Mapping, Sequence
+from statistics import median_high
 from typing import Literal
 
 from msgspec import Struct
@@ -104,7 +105,9 @@ def _classify(
     evidence = tuple(stalls[rank.rank].seq for rank in reachable)
     located = None if unreachable or not all_reachable else _located(task, stalls, own)
     # After a pause of a whole machine, its agent reports stalls of ranks that then continue.
-    sure_s = max(stall.told_s + stall.normal_s for stall in stalls.values())
+    # Of the usual times the median counts: one rank that tells a wrong one delays nothing.
+    usual_s = median_high(stall.normal_s for stall in stalls.values())
+    sure_s = max(stall.told_s for stall in stalls.values()) + usual_s
     if located is not None and located.ranks:
         return Hang(
             kind="rank" if located.kind == "rank" else "mismatch",

@@ -669,6 +669,24 @@ def test_a_first_iteration_has_the_limit_of_the_policy(d: Driver, task: int) -> 
     assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (VICTIM,))
 
 
+def test_a_lower_limit_holds_for_a_hang_that_stands(d: Driver, task: int) -> None:
+    for rank in range(4):
+        where = "own" if rank == VICTIM else IN
+        stalled(d, task, rank, where, in_s=60.0, is_untimed=True, normal_s=0.0, iteration=0)
+    assert d.state.deadlines[deadline(d, task)].due_s - d.now_s > 1000.0
+    policy = replace(d.state.policy, first_iteration_s_max=60.0)
+    d.tell("operator/policy", r.PolicySet(policy=policy))
+    assert d.state.deadlines[deadline(d, task)].due_s - d.now_s <= FIRST_MORE_S
+
+
+def test_a_wrong_usual_time_of_one_rank_delays_nothing(d: Driver, task: int) -> None:
+    hung(d, task, VICTIM)
+    due_s = d.state.deadlines[deadline(d, task)].due_s
+    went_on(d, task, 0)
+    stalled(d, task, 0, normal_s=1e300)
+    assert d.state.deadlines[deadline(d, task)].due_s - due_s < 1.0
+
+
 def test_who_compiles_as_all_others_do_is_never_suspected(d: Driver, task: int) -> None:
     for rank in range(4):
         stalled(d, task, rank, "own", collective=0, is_untimed=True, normal_s=0.0, iteration=0)

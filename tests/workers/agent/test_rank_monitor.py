@@ -173,6 +173,7 @@ class Monitored:
         self.now_s = 1000.0
         patch.setattr(pulse_module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         patch.setattr(CpuWait, "in_s", mock.Mock(return_value=0.0))  # its time is the real one
+        patch.setattr(process_state, "cpu_wait_s", mock.Mock(return_value=0.0))
         self.moved_bytes = 0
         patch.setattr(process_state, "moved_bytes", lambda pid: self.moved_bytes)
         self.started_s = 0.0
