@@ -182,7 +182,7 @@ def experiment(state: ClusterState, task: Task, status: str) -> Iterator[Body]:
     if state.held or not has_returned(state, task):
         return
     nums = counts(state)
-    moves = [*_out_of_common(state, task), *_moves(state, task, _places(state, task, nums))]
+    moves = [*_leave_common_places(state, task), *_moves(state, task, _places(state, task, nums))]
     for place, suspects, free in moves[:1]:
         yield ExperimentBegun(
             task=task.id,
@@ -195,19 +195,19 @@ def experiment(state: ClusterState, task: Task, status: str) -> Iterator[Body]:
 
 
 def _moves(
-    state: ClusterState, task: Task, places: Iterable[tuple[Place, set[str]]]
+    state: ClusterState, task: Task, candidates: Iterable[tuple[Place, set[str]]]
 ) -> Iterator[Move]:
     """The places whose ranks can move to free slots outside."""
     if not task.heals_in_memory or is_pinned(state, task):
         return
-    for place, nodes in places:
+    for place, nodes in candidates:
         suspects = [seat for seat in task.target if seat.slot.node in nodes]
         free = _free(state, task, suspects, place, nodes)
         if suspects and len(free) >= len(suspects):
             yield Move(place, suspects, free)
 
 
-def _out_of_common(state: ClusterState, task: Task) -> Iterator[Move]:
+def _leave_common_places(state: ClusterState, task: Task) -> Iterator[Move]:
     """When the fault has lasted longer than it may: the racks and switches that have been under it
     all the time. A host was exchanged for another behind the same switch."""
     if _lasts(state, task):
@@ -360,7 +360,7 @@ def is_everywhere(state: ClusterState, task: Task) -> bool:
     return (
         not task.common_nodes
         and _lasts(state, task)
-        and next(_out_of_common(state, task), None) is None
+        and next(_leave_common_places(state, task), None) is None
     )
 
 

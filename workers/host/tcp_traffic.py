@@ -12,15 +12,14 @@ from contextlib import suppress
 
 _ANSWER_BYTES = 1 << 16
 _TIMEOUT_S = 0.2
-_SOCK_DIAG = 4
-"""The netlink protocol that tells of sockets; `ss` uses it."""
+_SOCK_DIAG, _INFO = 4, 2
+"""The netlink protocol that tells of sockets, as `ss` uses it; the attribute that is the kernel's
+tcp_info."""
 _BY_FAMILY, _DUMP = 20, 0x301
 _DONE, _ERROR = 3, 2
 _HEADER, _ATTRIBUTE = struct.Struct("=IHHII"), struct.Struct("=HH")
 _ESTABLISHED, _CLOSE_WAIT = 1, 8
 _REQUEST = struct.Struct("=BBBBI48x")
-_INFO = 2
-"""The attribute that is the kernel's tcp_info."""
 _SOCKET_BYTES, _INODE_AT = 72, 68
 _CARRIED, _CARRIED_AT = struct.Struct("=QQ"), 120
 """What a peer has acknowledged and what was received, in tcp_info."""
@@ -28,14 +27,14 @@ _CARRIED, _CARRIED_AT = struct.Struct("=QQ"), 120
 
 def sockets_of(pid: int) -> set[int]:
     """The inodes of the sockets that a process has open; none without permission to read this."""
-    found = set[int]()
+    inodes = set[int]()
     with suppress(OSError):
         for fd in os.listdir(f"/proc/{pid}/fd"):
             with suppress(OSError, ValueError):  # it was closed meanwhile
                 kind, _, inode = os.readlink(f"/proc/{pid}/fd/{fd}").partition(":[")
                 if kind == "socket":
-                    found.add(int(inode[:-1]))
-    return found
+                    inodes.add(int(inode[:-1]))
+    return inodes
 
 
 def carried_bytes(inodes: Collection[int]) -> int:

@@ -152,14 +152,14 @@ def newest_start_s(pid: int) -> float:
 
 def family(pid: int) -> list[int]:
     """The process and its descendants."""
-    found, todo = list[int](), [pid]
+    members, todo = list[int](), [pid]
     while todo:
-        found.append(process := todo.pop())
+        members.append(process := todo.pop())
         with suppress(OSError):
             for thread in os.listdir(f"/proc/{process}/task"):
                 text = Path(f"/proc/{process}/task/{thread}/children").read_text(encoding="ascii")
                 todo += map(int, text.split())
-    return found
+    return members
 
 
 def _inside(pid: int) -> str:

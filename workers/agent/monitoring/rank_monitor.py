@@ -77,6 +77,8 @@ class Limits:
         """The longest evaluation so far."""
         self._first_s = 0.0
         """The longest first iteration so far: it may have compiled, and may do so again."""
+        self.loaded_s = 0.0
+        """When the rank was last seen to load its samples: an iteration is not slow by that."""
         self._last: Mark | None = None
 
     def passed(self, mark: Mark) -> None:
@@ -215,8 +217,6 @@ class RankMonitor:
         self._before: process_state.ProcessState | None = None
         self._flow = DataFlow(pid)
         """What it reads and writes since the last mark."""
-        self._loaded_s = 0.0
-        """When it was last seen to load its samples: an iteration is not slow by that."""
         self._stalled: Mark | None = None
         self._reported_s = -REPORT_S
         self._slow: SlowReport | None = None
@@ -286,7 +286,7 @@ class RankMonitor:
             return self._check_unstalled(mark, now_s)
         starts = limit.may_load and self._flow.started_s >= mark.at_s - START_S > 0
         if starts or self._flow.moved_s:
-            self._loaded_s = now_s
+            self._limits.loaded_s = now_s
         if starts:
             limit = self._limits.untimed(limit.normal_s)  # a DataLoader starts its workers anew
             limit_s = max(limit_s, limit.s)
@@ -327,7 +327,7 @@ class RankMonitor:
         that only waits for a slow peer is not slow."""
         if self._stalled is not None or mark.phase == COLLECTIVE_CODE:
             return []
-        own_s = now_s - max(mark.began_s, self._from_s, self._loaded_s) - mark.waited_s
+        own_s = now_s - max(mark.began_s, self._from_s, self._limits.loaded_s) - mark.waited_s
         before = self._slow if self._slow is not None and self._slow.of(mark) else None
         least_s = SLOW_AGAIN_TIMES * before.own_s if before is not None else limit_s
         if own_s <= least_s:
