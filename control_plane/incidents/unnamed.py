@@ -182,7 +182,7 @@ def experiment(state: ClusterState, task: Task, status: str) -> Iterator[Body]:
     if state.held or not has_returned(state, task):
         return
     nums = counts(state)
-    moves = [*_leave_common_places(state, task), *_moves(state, task, _places(state, task, nums))]
+    moves = [*_leave_shared_places(state, task), *_moves(state, task, _places(state, task, nums))]
     for place, suspects, free in moves[:1]:
         yield ExperimentBegun(
             task=task.id,
@@ -207,7 +207,7 @@ def _moves(
             yield Move(place, suspects, free)
 
 
-def _leave_common_places(state: ClusterState, task: Task) -> Iterator[Move]:
+def _leave_shared_places(state: ClusterState, task: Task) -> Iterator[Move]:
     """When the fault has lasted longer than it may: the racks and switches that have been under it
     all the time. A host was exchanged for another behind the same switch."""
     if _lasts(state, task):
@@ -360,7 +360,7 @@ def is_everywhere(state: ClusterState, task: Task) -> bool:
     return (
         not task.common_nodes
         and _lasts(state, task)
-        and next(_leave_common_places(state, task), None) is None
+        and next(_leave_shared_places(state, task), None) is None
     )
 
 
