@@ -680,7 +680,7 @@ class StacksKept(RankReport, frozen=True):
     reader: StacksReader
     """What read the stacks: `py-spy`, `signal` (Python's faulthandler), or "" if none could."""
     stack: str = ""
-    """The innermost frames of the main thread, innermost first, a line each."""
+    """The innermost frames of the thread that works, innermost first, a line each."""
     mark: str = ""
     """What it did by its progress page: iteration, last mark, the last operation of each group; "":
     it has no page."""

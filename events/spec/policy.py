@@ -97,7 +97,7 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A rank counts as hung only if it stalls this long, however short its iterations are."""
     first_iteration_s_max: float = 1200.0
     """How long other ranks may wait for a rank in what has no usual time yet: its first iterations,
-    and what lies between two iterations, such as a checkpoint. It has FIRST_MORE_S more."""
+    and what lies between two iterations, such as a checkpoint. 5 s later it counts as hung."""
     quarantine_faults: int = 2
     """A node is quarantined after this many faults within `quarantine_window_s`, if the fault rate
     of the other nodes predicts fewer."""

@@ -35,6 +35,21 @@ def forward():
 print("hangs", flush=True)
 forward()
 """
+DETACHED = """
+import threading, time
+
+def forward():
+    print("hangs", flush=True)
+    time.sleep(600)
+
+class Control:
+    def run_detached(self, call):
+        thread = threading.Thread(target=call, name="collective", daemon=True)
+        thread.start()
+        thread.join()
+
+Control().run_detached(forward)
+"""
 HOWS = ("sleeps", "loops", "holds the GIL")
 
 
@@ -101,6 +116,14 @@ async def test_all_threads_are_read_from_outside(
         assert ", holds the GIL" in text
     if is_stopped:
         assert f"process {started.pid} stopped by a signal" in text
+
+
+async def test_of_a_rank_whose_main_thread_waits_the_thread_that_works_is_told(
+    node: LocalNode,
+) -> None:
+    await hanging(node, DETACHED)
+    kept = await end(node)
+    assert kept.stack.startswith("forward (<string>:"), kept.stack
 
 
 @pytest.mark.parametrize("how", HOWS)

@@ -51,9 +51,14 @@ class Stacks(NamedTuple):
     text: str
     """All threads; "": they could not be read."""
     innermost: str
-    """The innermost frames of the main thread, innermost first, a line each."""
+    """The innermost frames of the thread that works, innermost first, a line each."""
     why: str = ""
     """Why they could not be read."""
+
+
+WORKER, WAITS_IN = "collective", "run_detached"
+"""The thread in which a rank lets its model and its collectives run, where a wait for others could
+not be interrupted; and where its main thread waits for that (process/control_thread.py)."""
 
 
 class _Frame(Struct):
@@ -115,10 +120,27 @@ async def _by_py_spy(pid: int, user: RankUser | None) -> Stacks:
         return Stacks(pid, "", "", "", f"py-spy: {failed}")
     if not threads:
         return Stacks(pid, "", "", "", f"py-spy: {_why(error)}")
-    threads.sort(key=lambda thread: thread.os_thread_id != pid)
+    threads = _in_order(threads, pid)
     return Stacks(
         pid, "py-spy", "\n".join(map(str, threads)), _innermost(f.short for f in threads[0].frames)
     )
+
+
+def _in_order(threads: Sequence[_Thread], pid: int) -> list[_Thread]:
+    """The main thread comes first. If it only waits for a thread in which the rank lets its model
+    and its collectives run, the newest of these does: that is where the rank hangs."""
+    waits = any(
+        frame.name.rpartition(".")[2] == WAITS_IN
+        for thread in threads
+        if thread.os_thread_id == pid
+        for frame in thread.frames
+    )
+
+    def order(thread: _Thread) -> tuple[bool, bool, int]:
+        works = waits and thread.thread_name == WORKER
+        return not works, thread.os_thread_id != pid, -(thread.os_thread_id or 0)
+
+    return sorted(threads, key=order)
 
 
 async def _run(argv: Sequence[str], user: RankUser | None) -> tuple[bytes, str]:
