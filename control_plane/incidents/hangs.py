@@ -279,18 +279,16 @@ def _slow_hang(state: ClusterState, task: Task, reachable: list[Rank]) -> Hang |
     normal_s = max(one.normal_s for one in known)
     least_s = max(CRAWLS_TIMES * normal_s, state.policy.hang_s_min)
     sure_s = max(one.told_s for one in known) + normal_s
-    who = ", ".join(f"rank {rank.rank} on {rank.slot.node}" for rank in going)
     verb = "is still working" if len(going) == 1 else "are still working"
     longest = max(crawls.values(), key=lambda crawl: crawl.own_s)
-    others = "1 other waits" if len(waiting) == 1 else f"{len(waiting)} others wait"
     return Hang(
         kind="slow",
         ranks=tuple(crawls),
         is_actionable=all(crawl.own_s >= least_s for crawl in crawls.values()),
         since_s=min(crawl.since_s for crawl in crawls.values()),
         due_s=max(sure_s, *(crawl.since_s + least_s for crawl in crawls.values())),
-        why=f"{who} {verb} in iteration {longest.iteration}, for {longest.own_s:.3g} s, usual is "
-        f"{longest.normal_s:.3g} s; {others}",
+        why=f"{_names_of(going)} {verb} in iteration {longest.iteration}, for "
+        f"{longest.own_s:.3g} s, usual is {longest.normal_s:.3g} s; {_others_wait(len(waiting))}",
         evidence=tuple(sorted(one.seq for one in known)),
     )
 
@@ -298,15 +296,26 @@ def _slow_hang(state: ClusterState, task: Task, reachable: list[Rank]) -> Hang |
 def _of_ranks(guilty: list[Rank], stalls: dict[int, Stall], num_waiting: int) -> str:
     """For example `rank 2 on n2 is stalled (backward) and did not enter collective 1 ...`."""
     stall = min((stalls[rank.rank] for rank in guilty), key=lambda stall: stall.position)
-    who = ", ".join(f"rank {rank.rank} on {rank.slot.node}" for rank in guilty)
-    after = f" after {stall.what}" if stall.what else ""
-    verb = "is stalled" if len(guilty) == 1 else "are stalled"
-    others = "1 other waits" if num_waiting == 1 else f"{num_waiting} others wait"
     astray = f" in {_last_entered(stall)}, none of its step" if _is_astray(guilty, stalls) else ""
     return (
-        f"{who} {verb}{after} in iteration {stall.iteration}{astray}, collective "
-        f"{stall.collective + 1} not entered; {others}"
+        f"{_stalled_in(guilty, stall)}{astray}, collective {stall.collective + 1} not entered; "
+        f"{_others_wait(num_waiting)}"
     )
+
+
+def _stalled_in(guilty: Sequence[Rank], stall: Stall) -> str:
+    """For example `rank 2 on n2 is stalled after backward in iteration 7`."""
+    after = f" after {stall.what}" if stall.what else ""
+    verb = "is stalled" if len(guilty) == 1 else "are stalled"
+    return f"{_names_of(guilty)} {verb}{after} in iteration {stall.iteration}"
+
+
+def _names_of(ranks: Sequence[Rank]) -> str:
+    return ", ".join(f"rank {rank.rank} on {rank.slot.node}" for rank in ranks)
+
+
+def _others_wait(num: int) -> str:
+    return "1 other waits" if num == 1 else f"{num} others wait"
 
 
 def _is_astray(guilty: Sequence[Rank], stalls: Mapping[int, Stall]) -> bool:
@@ -327,15 +336,10 @@ def _of_groups(
     state: ClusterState, task: Task, located: Located, stalls: Mapping[int, Stall]
 ) -> str:
     """For example `rank 1 on n1 is stalled after forward in iteration 7: ...; 3 others wait`."""
-    first = stalls[located.ranks[0]]
-    who = ", ".join(f"rank {number} on {task.ranks[number].slot.node}" for number in located.ranks)
-    after = f" after {first.what}" if first.what else ""
-    verb = "is stalled" if len(located.ranks) == 1 else "are stalled"
-    num = len(stalls) - len(located.ranks)
-    others = "1 other waits" if num == 1 else f"{num} others wait"
-    return (
-        f"{who} {verb}{after} in iteration {first.iteration}: {located.why}; {others}"
-        + _addresses(state, task, stalls)
+    guilty = [task.ranks[number] for number in located.ranks]
+    others = _others_wait(len(stalls) - len(guilty))
+    return f"{_stalled_in(guilty, stalls[located.ranks[0]])}: {located.why}; {others}" + _addresses(
+        state, task, stalls
     )
 
 
