@@ -17,10 +17,10 @@ from hung_world import Where
 from msgspec.structs import replace
 from unicron.control_plane.incidents.group_evidence import Located, locate_stalls
 from unicron.control_plane.state.task import Stall
-from unicron.events.records.types import GroupProgress
 from unicron.events.spec.job import Batch, Model, Train
 from unicron.events.spec.model import Axes
 from unicron.events.spec.parallelism import Parallel
+from unicron.workers.agent.monitoring.rank_monitor import group_progress
 from unicron.workers.ipc.group_rows import Progress
 
 TRAIN = Train(
@@ -61,20 +61,7 @@ def stall(place: int, told: Progress) -> Stall:
         normal_s=1.0,
         told_s=15.0,
         seq=place + 1,
-        groups=tuple(
-            GroupProgress(
-                key=entry.key,
-                role=entry.role,
-                members=entry.members,
-                entered=entry.entered,
-                left=entry.left,
-                kind=entry.kind,
-                num_bytes=entry.num_bytes,
-                order=entry.order,
-                in_s=5.0,
-            )
-            for entry in told.entries
-        ),
+        groups=tuple(group_progress(entry, entry.at_s + 5.0) for entry in told.entries),
         are_groups_complete=told.is_complete,
         waits=told.waits,
     )

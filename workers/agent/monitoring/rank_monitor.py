@@ -312,7 +312,7 @@ class RankMonitor:
                     normal_s=limit.normal_s,
                     stack=process_state.describe(self.pid, self._before),
                     silent_peers=silent_peers(self.pid),
-                    groups=tuple(_group(entry, now_s) for entry in told.entries),
+                    groups=tuple(group_progress(entry, now_s) for entry in told.entries),
                     are_groups_complete=told.is_complete,
                     waits=told.waits,
                     is_untimed=limit.is_untimed,
@@ -384,7 +384,7 @@ class RankMonitor:
         )
 
 
-def _group(entry: Entry, now_s: float) -> GroupProgress:
+def group_progress(entry: Entry, now_s: float) -> GroupProgress:
     """What the rank has entered in one of its groups."""
     return GroupProgress(
         key=entry.key,
