@@ -106,6 +106,21 @@ def descendants(roots: set[int], procs: list[Proc]) -> list[Proc]:
     return found
 
 
+def family(pid: int) -> list[Proc]:
+    """The process and its descendants, without a look at all other processes of the host."""
+    members, todo = list[Proc](), [pid]
+    while todo:
+        process = todo.pop()
+        with suppress(OSError):  # of some processes, /proc does not tell
+            if (proc := read(process)) is None:
+                continue
+            members.append(proc)
+            for thread in os.listdir(f"/proc/{process}/task"):
+                text = Path(f"/proc/{process}/task/{thread}/children").read_text(encoding="ascii")
+                todo += map(int, text.split())
+    return members
+
+
 def may_signal(pid: int) -> bool:
     """Whether this process may send signals to another one."""
     try:

@@ -36,7 +36,7 @@ from unicron.workers.agent.monitoring.rank_monitor import (
     RankMonitors,
 )
 from unicron.workers.diagnosis.step_time import LENIENT_S, WINDOW_NUM
-from unicron.workers.host import cpu_wait
+from unicron.workers.host import cpu_wait, linux
 from unicron.workers.host.cpu_wait import NUM_THREADS_MAX, CpuWait
 from unicron.workers.ipc import progress_page as pulse_module
 from unicron.workers.ipc.group_rows import Row, group_of
@@ -175,9 +175,9 @@ class Monitored:
         patch.setattr(CpuWait, "in_s", mock.Mock(return_value=0.0))  # its time is the real one
         patch.setattr(process_state, "cpu_wait_s", mock.Mock(return_value=0.0))
         self.moved_bytes = 0
-        patch.setattr(process_state, "moved_bytes", lambda pid: self.moved_bytes)
+        patch.setattr(process_state, "moved_bytes", lambda procs: self.moved_bytes)
         self.started_s = 0.0
-        patch.setattr(process_state, "newest_start_s", lambda pid: self.started_s)
+        patch.setattr(process_state, "newest_start_s", lambda procs: self.started_s)
         self.bodies: list[Body] = []
         self.watch = RankMonitors(lambda body, at_s: self.bodies.append(body), unguarded)
         self.ranks: list[ProgressWriter] = []
@@ -395,20 +395,20 @@ def test_what_is_received_counts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
-    before = process_state.moved_bytes(os.getpid())
+    before = process_state.moved_bytes(linux.family(os.getpid()))
     with one, other:
         for _ in range(64):
             one.sendall(bytes(1 << 16))
             left = 1 << 16
             while left:
                 left -= len(other.recv(left))
-        assert process_state.moved_bytes(os.getpid()) - before >= 64 << 16
+        assert process_state.moved_bytes(linux.family(os.getpid())) - before >= 64 << 16
 
 
 def test_when_the_newest_child_was_started() -> None:
     before_s = time.monotonic()
     with subprocess.Popen(["sleep", "20"]) as child:
-        started_s = process_state.newest_start_s(os.getpid())
+        started_s = process_state.newest_start_s(linux.family(os.getpid())[1:])
         child.kill()
     assert before_s - 0.02 <= started_s <= time.monotonic()
 
@@ -431,7 +431,7 @@ def test_what_a_process_and_its_children_read_counts(tmp_path: Path) -> None:
         assert process.stdin is not None
         process.stdin.close()
         assert flow.moved_s > 0
-    assert process_state.moved_bytes(process.pid) == 0, "it has ended"
+    assert process_state.moved_bytes(linux.family(process.pid)) == 0, "it has ended"
 
 
 def test_a_first_iteration_has_the_limit_of_the_policy_or_a_lenient_one(

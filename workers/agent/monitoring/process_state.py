@@ -8,11 +8,12 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ...host import tcp_traffic
+from ...host import linux, tcp_traffic
 from ...host.cpu_wait import cpu_wait_s
 
 _TICKS_HZ = os.sysconf("SC_CLK_TCK")
@@ -93,7 +94,7 @@ FLOW_EVERY_S = 0.5
 
 
 class DataFlow:
-    """Whether a process and its descendants read or write."""
+    """Whether a process and its descendants read or write. DataLoader's workers are descendants."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -110,8 +111,9 @@ class DataFlow:
         `within_s`."""
         if self._since is not None and now_s < self._looked_s + FLOW_EVERY_S:
             return False
-        self._looked_s, moved = now_s, moved_bytes(self._pid)
-        self.started_s = newest_start_s(self._pid)
+        procs = linux.family(self._pid)
+        self._looked_s, moved = now_s, moved_bytes(procs)
+        self.started_s = newest_start_s(procs[1:])
         before, since_s = self._since or (moved, now_s)
         before = min(before, moved)  # what closed connections have carried is no longer told
         has_moved = moved >= before + MOVED_BYTES_MIN
@@ -124,42 +126,24 @@ class DataFlow:
         return has_moved
 
 
-def moved_bytes(pid: int) -> int:
-    """What the process and its descendants have read and written so far, in bytes, by system calls,
-    by memory-mapped files and by their connections; those of which /proc does not tell are left
-    out. Of DataLoader's workers too: they are its children."""
+def moved_bytes(procs: Iterable[linux.Proc]) -> int:
+    """What these processes have read and written so far, in bytes, by system calls, by mapped files
+    and by their connections; those of which /proc does not tell are left out."""
     num_bytes, sockets = 0, set[int]()
-    for process in family(pid):
+    for proc in procs:
         with suppress(OSError, ValueError):
-            lines = Path(f"/proc/{process}/io").read_text(encoding="ascii").splitlines()
+            lines = Path(f"/proc/{proc.pid}/io").read_text(encoding="ascii").splitlines()
             told = dict(line.split(": ") for line in lines)
             num_bytes += sum(int(told[name]) for name in _MOVED)
-        sockets |= tcp_traffic.sockets_of(process)
+        sockets |= tcp_traffic.sockets_of(proc.pid)
     return num_bytes + tcp_traffic.carried_bytes(sockets)
 
 
-def newest_start_s(pid: int) -> float:
-    """When the newest descendant of the process was started, on the monotonic clock; 0: it has
-    none."""
-    newest = 0
-    for process in family(pid)[1:]:
-        with suppress(OSError, ValueError, IndexError):
-            text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
-            newest = max(newest, int(text.rpartition(")")[2].split()[19]))
+def newest_start_s(procs: Sequence[linux.Proc]) -> float:
+    """When the newest of these processes was started, on the monotonic clock; 0: there is none."""
     slept_s = time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)
+    newest = max((proc.start_ticks for proc in procs), default=0)
     return newest / _TICKS_HZ - slept_s if newest else 0.0
-
-
-def family(pid: int) -> list[int]:
-    """The process and its descendants."""
-    members, todo = list[int](), [pid]
-    while todo:
-        members.append(process := todo.pop())
-        with suppress(OSError):
-            for thread in os.listdir(f"/proc/{process}/task"):
-                text = Path(f"/proc/{process}/task/{thread}/children").read_text(encoding="ascii")
-                todo += map(int, text.split())
-    return members
 
 
 def _inside(pid: int) -> str:
