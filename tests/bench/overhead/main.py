@@ -60,8 +60,8 @@ CASES = {
     "overhead_128_tokens": Case(2, 64),
     "bitwise_int64": Case(8, 512, EXACT, 1.05, 4),
     "bitwise_int32": Case(8, 512, EXACT | {"reproducible_bits": 32}, 1.02, 4),
-    "counted_dp4": Case(2, 64, {}, COUNTED_MAX, 12, Axes(dp=4), "uncounted"),
-    "counted_tp2dp2": Case(2, 64, {"tensor": [2]}, COUNTED_MAX, 12, Axes(tp=2, dp=2), "uncounted"),
+    "counted_dp4": Case(2, 64, {}, COUNTED_MAX, 48, Axes(dp=4), "uncounted"),
+    "counted_tp2dp2": Case(2, 64, {"tensor": [2]}, COUNTED_MAX, 48, Axes(tp=2, dp=2), "uncounted"),
 }
 WHY = """\
 Why this is valid: each rank runs an iteration of Unicron's loop and one of Megatron's own schedule
