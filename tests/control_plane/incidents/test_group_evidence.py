@@ -452,6 +452,13 @@ def test_ranks_that_cannot_tell_all_are_not_blamed_for_it(
         assert (located.kind, located.ranks) == ("rank", (victim,)), located
 
 
+def test_stalls_that_did_not_change_are_not_located_again() -> None:
+    world = stopped(Case(Axes(tp=2, dp=2)), 3, 50, is_blocking=True)
+    first, again = world.located(), world.located()
+    assert first is not None
+    assert first is again
+
+
 # --- other causes ---
 def waiting(rank: int, *told: GroupProgress, waits: bool = True) -> Stall:
     return replace(
