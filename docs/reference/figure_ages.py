@@ -94,6 +94,7 @@ FIGURES = {
     "memory": Figure("bench-memory", "tests/bench/memory", TRAINING),
     "overhead": Figure("bench-overhead", "tests/bench/overhead", TRAINING),
     "overhead-bitwise": Figure("bench-overhead", "tests/bench/overhead", TRAINING),
+    "overhead-counted": Figure("bench-overhead", "tests/bench/overhead", TRAINING),
     "scale": Figure(
         "bench-scale",
         "tests/bench/scale",
