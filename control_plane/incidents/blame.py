@@ -33,9 +33,10 @@ DAY_S = 86_400.0
 """Faults add up over incidents and tasks for so long."""
 
 
-def cannot_start(task: Task, cause: Cause) -> str:
+def cannot_start(state: ClusterState, task: Task, cause: Cause) -> str:
     """Why no restart can help; empty: one may. The input is wrong, or all ranks have failed before
-    the first iteration with the same words, by a fault that does not pass."""
+    the first iteration with the same words, by a fault that does not pass. A slot that is out by
+    now explains the failure there."""
     series = task.failures
     if not task.max_iteration and any(
         task.ranks[number].error == WRONG_INPUT for number in cause.ranks if number in task.ranks
@@ -51,7 +52,8 @@ def cannot_start(task: Task, cause: Cause) -> str:
             f"{series.num} times the same ({series.status}) at iteration {series.iteration}, "
             "in whichever rank"
         )
-    is_everywhere = len(series.slots) >= len(task.target) > 1
+    unexplained = [slot for slot in series.slots if not _is_out(state, slot)]
+    is_everywhere = len(unexplained) >= len(task.target) > 1
     if (
         series.status == OTHER_SOFTWARE
         and not (series.iteration or series.can_pass)
@@ -60,6 +62,11 @@ def cannot_start(task: Task, cause: Cause) -> str:
     ):
         return "it cannot start, no rank can"
     return ""
+
+
+def _is_out(state: ClusterState, slot: Slot) -> bool:
+    node = state.nodes.get(slot.node)
+    return node is not None and node.is_disabled(slot.index)
 
 
 def refuted(task: Task, cause: Cause) -> tuple[Seat, ...]:

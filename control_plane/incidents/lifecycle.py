@@ -70,7 +70,7 @@ def _from_faults(state: ClusterState, task: Task) -> Iterator[Body]:
     if cause.severity == "SEV3" and cause.status in blame.UNNAMED and not cause.is_proved:
         yield from _unnamed(state, task, cause)
         return
-    if last := blame.cannot_start(task, cause):
+    if last := blame.cannot_start(state, task, cause):
         yield from blame.acquit(task, f"{last}: {why}")
         yield _close(state, state.incidents[task.incident], "failed", f"{last}: {why}")
         return

@@ -22,6 +22,9 @@ from unicron.events.records.order_format import ORDER_FORMAT_VERSION
 from unicron.events.records.types import Body, first_store_number
 from unicron.events.timing import BEAT_S
 
+LETTERS = str.maketrans("0123456789", "abcdefghij")
+"""The control plane compares the words of errors without their numbers."""
+
 # --- A simulated command: it prints its progress and resumes from its own checkpoint. ---
 
 STEP_S = (0.1, 0.15)
@@ -138,7 +141,7 @@ class SimulatedAgent:
             )
         )
         self.net.answers[self.node] = self.incarnation
-        self.net.keepers.open(self.node, self._keeper_start)
+        self.net.keepers.open_behind(self.node, self._told, self._keeper_start)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._deliver(), name=f"{self.source} deliver")
             group.create_task(self._listen(), name=f"{self.source} listen")
@@ -217,7 +220,8 @@ class SimulatedAgent:
         self.net.keepers.open_behind(self.node, self._told, self._keeper_start)
 
     def raise_in(self, process: SimulatedProcess, error: str) -> None:
-        """Raise an exception in the rank: it reports the error and exits with code 1."""
+        """Raise an exception in the rank: it reports the error and exits with code 1. Each process
+        has words of its own: the same ones on all ranks would be a bug of the task."""
         rank, order = process.rank, process.order
         if rank is not None:
             self.say(
@@ -228,7 +232,7 @@ class SimulatedAgent:
                     generation=rank.seen,
                     iteration=max(rank.step_version, 0),
                     error=error,
-                    text="on paper",
+                    text=f"on paper, {str(process.pid).translate(LETTERS)}",
                 )
             )
         self._exit(process, exit_code=1, signal=None)

@@ -127,6 +127,10 @@ class LeaderLog:
         self.doom, self.doom_seq = "", 0
         """Die "before" or "after" an append: the next one, or the one that holds `doom_seq`."""
 
+    def entry(self, report: Report) -> bytes:
+        """A report becomes a dead letter. Simulated agents send none that is not fit."""
+        raise AssertionError(f"a dead letter: {report}")
+
     def __getattr__(self, call: str) -> Callable[..., Awaitable[object]]:
         assert call in LEADER_CALLS, call
 

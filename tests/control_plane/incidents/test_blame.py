@@ -26,6 +26,7 @@ from unicron.control_plane.state.cluster import encode_state
 from unicron.events.records import orders as o
 from unicron.events.records import reports as r
 from unicron.events.records import statuses as s
+from unicron.events.records.envelope import Record
 from unicron.events.spec.job import JobSpec
 from unicron.events.spec.policy import Policy
 from unicron.events.timing import PAUSES_S
@@ -158,35 +159,52 @@ def test_a_rank_that_violates_the_protocol_is_its_tasks_fault(d: Driver) -> None
     at_rest(d)
 
 
+def starting(d: Driver, what: JobSpec) -> int:
+    """Submit a task; its processes have started, and trained nothing."""
+    task = d.submit(what)
+    for record in d.log[-20:]:
+        if isinstance(record.body, o.StartRank):
+            d.tell(
+                d.source(record.body.slot.node),
+                r.RankStarted(
+                    task=task,
+                    rank=record.body.rank,
+                    attempt=1,
+                    node=record.body.slot.node,
+                    pid=7,
+                    log_path="/tmp/x",
+                ),
+            )
+    assert len(processes(d, task)) == 2
+    return task
+
+
+def all_fail(d: Driver, task: int) -> list[Record]:
+    """Each rank with the same words."""
+    return [
+        record
+        for rank in processes(d, task)
+        for record in fail(d, task, [rank], text=f"rank {rank.rank}: KeyError: 'rate'")
+    ]
+
+
 def test_a_start_error_of_every_rank_ends_the_task_at_once(d: Driver) -> None:
     for what in (job("loop", 2, 2), command("command", 2, 2)):
-        task = d.submit(what)
-        started = [x for x in d.log[-20:] if x.kind != "RankReady"]
-        for record in started:
-            if isinstance(record.body, o.StartRank):
-                d.tell(
-                    d.source(record.body.slot.node),
-                    r.RankStarted(
-                        task=task,
-                        rank=record.body.rank,
-                        attempt=1,
-                        node=record.body.slot.node,
-                        pid=7,
-                        log_path="/tmp/x",
-                    ),
-                )
-        ranks = processes(d, task)
-        assert len(ranks) == 2
-        told = [
-            record
-            for rank in ranks
-            for record in fail(d, task, [rank], text=f"rank {rank.rank}: KeyError: 'rate'")
-        ]
-        obey(d, told)
+        task = starting(d, what)
+        obey(d, all_fail(d, task))
         ended = task_of(d, task)
         assert (ended.outcome, ended.attempts) == ("failed", {0: 1, 1: 1})
         assert "it cannot start" in ended.why
         assert "KeyError: 'rate'" in ended.why
+
+
+def test_a_start_error_that_a_device_error_explains_does_not_end_the_task(d: Driver) -> None:
+    task = starting(d, job("loop", 2, 2))
+    slot = processes(d, task)[0].slot
+    erred(d, slot.node, devices=(slot.index,))
+    all_fail(d, task)
+    assert not task_of(d, task).outcome
+    assert out(d) == [f"{slot.node}/{slot.index}"]
 
 
 def test_a_start_error_that_can_pass_does_not_end_the_task(d: Driver) -> None:
