@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from time import monotonic as clock
 
@@ -16,7 +16,7 @@ from ...events.errors import UsageError
 from ...events.records import reports
 from ...events.records.orders import Quiesce, Reconfigure, Resume, StartRank
 from ...events.records.types import SaveKind
-from ...events.spec.job import Train, is_url
+from ...events.spec.job import Train
 from ...events.spec.model import Axes
 from ...events.spec.parallelism import coordinates, layout_in_words, num_positions, replica
 from ..diagnosis.classifier import classify
@@ -134,13 +134,11 @@ class Member:
             self.iteration.part,
             control.store_keys,
             begins=begins,
-            sparing=self.exclude_new_sockets,
             note=self._note,
         )
         self.copier = memory_checkpoint.MemorySaver(
             start,
             control.store_keys,
-            spare=self.communicators.spare,
             tell=control.tell_unless_behind,
             note=self.trace.note,
         )
@@ -158,19 +156,12 @@ class Member:
         gc.collect()
         gc.freeze()
 
-    def exclude_new_sockets(self) -> AbstractContextManager[None]:
-        """As in Communicators, if checkpoints are at a URL."""
-        urls = (self._owner.output, self.train.output, self.train.begin_from)
-        is_needed = any(map(is_url, urls))
-        return self.communicators.exclude_new_sockets() if is_needed else nullcontext()
-
     def _own_output(self) -> None:
         """Try the output, and become its owner. Raises UsageError, OSError before the task has
         begun."""
         what = f"{'train' if self.start.spec.train else 'loop'}.output"
         try:
-            with self.exclude_new_sockets():
-                checkpoint.check_output(self.train.output, what, self._owner)
+            checkpoint.check_output(self.train.output, what, self._owner)
         except (UsageError, OSError) as error:
             if not self.start.has_begun:
                 raise
@@ -583,7 +574,6 @@ class Member:
             what,
             self.start,
             tell=self.control.tell,
-            exclude_new_sockets=self.exclude_new_sockets,
             note=self.trace.note,
         )
 

@@ -8,7 +8,6 @@ part of an in-memory checkpoint or of the checkpoint on disk, or begins from the
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
 
@@ -89,13 +88,12 @@ class StateRecovery:
         store_keys: StoreKeys,
         *,
         begins: bool,
-        sparing: Callable[[], AbstractContextManager[None]],
         note: Callable[[Event], None],
     ) -> None:
         self._start, self._work, self._train = start, work, work.train
         self._beginning = _beginning_of(start, work)
         self._communicators, self._part = communicators, part
-        self._store_keys, self._sparing, self._note = store_keys, sparing, note
+        self._store_keys, self._note = store_keys, note
         self._staged: TrainingModel | None = None
         self._staged_numbers: training_state.Numbers | None = None
         self._staged_in = 0
@@ -441,8 +439,7 @@ class StateRecovery:
             if has_place:
                 assert self._beginning is not None
                 self._is_overwritten = True
-                with self._sparing():
-                    self._beginning.read(trainee, stored, self._part.history)
+                self._beginning.read(trainee, stored, self._part.history)
             return b""
 
         self._together(read)
@@ -461,8 +458,7 @@ class StateRecovery:
             self._is_overwritten = True
             folder = checkpoint.folder_of(order.output or self._train.output, path)
             try:
-                with self._sparing():
-                    version = checkpoint.load(folder, trainee, self._part.history)
+                version = checkpoint.load(folder, trainee, self._part.history)
             except checkpoint.DamagedCheckpoint as error:
                 return b"!" + str(error).encode()
             return str(version).encode()
@@ -501,7 +497,11 @@ class StateRecovery:
         """A collective: read the newest in-memory checkpoint that every member can read, from step
         version `stored` on. None if there is none. Raises RuntimeError."""
         stores = Stores(
-            self._start.task, order.copies, self._store_keys, lambda: self._communicators.woken
+            self._start.task,
+            order.copies,
+            self._store_keys,
+            lambda: self._communicators.woken,
+            self._communicators.ending,
         )
         shares = memory_restore.gather_shares(stores.shares(place, len(order.members)))
         for version in stores.versions(shares):

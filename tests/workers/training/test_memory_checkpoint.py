@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,9 +72,7 @@ class Bench:
             ),
             checkpoint="",
         )
-        self.copier = memory_checkpoint.MemorySaver(
-            start, KEYS, spare=lambda descriptor: nullcontext(), tell=self._tell, note=self._note
-        )
+        self.copier = memory_checkpoint.MemorySaver(start, KEYS, tell=self._tell, note=self._note)
 
     def copy(
         self, step: int, *keepers: LocalKeeper, generation: int = 1, is_whole: bool = True

@@ -105,9 +105,7 @@ class RestartOnlyDriver:
         )
         self._memory: RestartMemory | None = None
         if agent is not None and work.train.copy_every:
-            self._memory = RestartMemory(
-                agent[1], agent[0], self._place, num, spare=self.communicators.spare
-            )
+            self._memory = RestartMemory(agent[1], agent[0], self._place, num)
         self.settled = self._agreed(self._load(trainee))
         self.iteration = Iteration(
             MegatronEngine(trainee),

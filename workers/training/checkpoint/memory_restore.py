@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import inf
 from threading import Lock
@@ -78,8 +79,11 @@ class Stores:
         copies: Sequence[MemoryCheckpoint],
         store_keys: StoreKeys,
         is_interrupted: Callable[[], bool],
+        ending: Callable[[socket.socket], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
+        """`ending`: a context in which an interrupt ends this connection."""
         self._task, self._store_keys, self._is_interrupted = task, store_keys, is_interrupted
+        self._ending = ending
         self._copies = copies
         self._nodes = {copy.endpoint: copy.node for copy in copies}
         self.endpoints = list(self._nodes)
@@ -103,11 +107,15 @@ class Stores:
             return []
         return [StoredShare(store, offer) for offer in offers]
 
-    def _connect(self, store: int) -> socket.socket:
+    @contextmanager
+    def _connect(self, store: int) -> Generator[socket.socket]:
         endpoint = self.endpoints[store]
-        return protocol.connect(
-            endpoint, self._store_keys.get(self._nodes[endpoint]), self._wait_s()
-        )
+        key = self._store_keys.get(self._nodes[endpoint])
+        with (
+            protocol.connect(endpoint, key, self._wait_s(), self._ending) as connection,
+            self._ending(connection),
+        ):
+            yield connection
 
     def versions(self, shares: Sequence[StoredShare]) -> list[Version]:
         """The whole versions that may be used, the newest first. The same on every member."""

@@ -6,7 +6,6 @@ checkpoint on disk.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import msgspec
@@ -43,8 +42,7 @@ class _Found(Struct, frozen=True, array_like=True):
 
 class RestartMemory:
     """The stored state of process `place` of `num`. All processes call each method after the same
-    iteration; those of several processes use torch.distributed, which must be initialised.
-    `spare`: as in MemorySaver; by default nothing interrupts a connection."""
+    iteration; those of several processes use torch.distributed, which must be initialised."""
 
     def __init__(
         self,
@@ -52,15 +50,12 @@ class RestartMemory:
         control: Control,
         place: int,
         num: int,
-        *,
-        spare: Callable[[int], AbstractContextManager[None]] = (lambda _: nullcontext()),
     ) -> None:
         self._start, self._control, self._place, self._num = start, control, place, num
         self._generation = start.attempt
         self._saver = MemorySaver(
             start,
             control.store_keys,
-            spare=spare,
             tell=control.tell_unless_behind,
             note=lambda event, generation, step_version: None,
         )

@@ -7,7 +7,6 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import structlog
@@ -143,7 +142,7 @@ class Save(NamedTuple):
 
 
 class Saver:
-    """Writes one member's checkpoints of one format. `exclude_new_sockets`: as in Communicators."""
+    """Writes one member's checkpoints of one format."""
 
     def __init__(
         self,
@@ -152,12 +151,11 @@ class Saver:
         start: StartRank,
         *,
         tell: Callable[[Body], None],
-        exclude_new_sockets: Callable[[], AbstractContextManager[None]],
         note: Callable[[Event, int, int], None],
     ) -> None:
         self.every = form.every
         self._format, self._reports = form, SaveReports(start, what, tell)
-        self._exclude_new_sockets, self._note = exclude_new_sockets, note
+        self._note = note
         self._thread: threading.Thread | None = None
         self._snapshot: snapshot.Snapshot | None = None
         self._save: Save | None = None
@@ -311,19 +309,18 @@ class Saver:
         name = self._format.folder(save.generation, save.step_version)
         is_first = place == save.saving[0]
         try:
-            with self._exclude_new_sockets():
-                self.discard_leftover()
-                target = folder.Folder(name, save.token)
-                self._format.clear(save.generation, target.partial_name)
-                self._leftover = target if is_first else None
-                self._write_share(target, save, place, taken, content)
-                self._written = save
-                if is_first:
-                    ckpt_bytes = self._complete(target, save, content, must_stop)
-                    self._leftover = None
-                    self._note("saved", save.generation, save.step_version)
-                    self._saved, self._saved_bytes = save, ckpt_bytes
-                    self._format.saved(save, ckpt_bytes, final=final)
+            self.discard_leftover()
+            target = folder.Folder(name, save.token)
+            self._format.clear(save.generation, target.partial_name)
+            self._leftover = target if is_first else None
+            self._write_share(target, save, place, taken, content)
+            self._written = save
+            if is_first:
+                ckpt_bytes = self._complete(target, save, content, must_stop)
+                self._leftover = None
+                self._note("saved", save.generation, save.step_version)
+                self._saved, self._saved_bytes = save, ckpt_bytes
+                self._format.saved(save, ckpt_bytes, final=final)
         except WRITE_ERRORS as error:
             raise NotSaved.of(name, error) from error
         finally:

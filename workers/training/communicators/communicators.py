@@ -15,7 +15,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -25,9 +25,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ....events import network_address
 from ....events.decoding import from_msgpack
+from ....events.errors import UsageError
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import num_positions
 from ....events.timing import RENDEZVOUS_S_MAX
+from ....events.words import install
 from ..dependencies import private_megatron, private_torch
 from . import counting, messages, process_groups, sockets
 from .group_handles import Handles
@@ -138,7 +140,7 @@ def group_of_one() -> Generator[None]:
 
 class Communicators:
     """This process's communicators of one generation at a time, and the store that it hosts. Only
-    the training thread may call other methods than `interrupt`, `spare`, `exclude_new_sockets`."""
+    the training thread may call other methods than `interrupt` and `ending`."""
 
     def __init__(
         self,
@@ -160,13 +162,10 @@ class Communicators:
             use_libuv=True,
         )
         self.endpoint = network_address.endpoint(host, port)
-        self._server_port = port
-        self._excluded = sockets.inodes()
-        self._driver_sockets: set[sockets.Inode] = set()
-        self._training_thread = threading.get_ident()
-        self._excluding_threads: list[int] = []
-        """Threads that are using a storage driver."""
-        self._is_watching = False
+        self._ends = sockets.Ends()
+        self._naming_store: sockets.NamingStore | None = None
+        """Kept as long as the groups, which do not keep what is Python's of it."""
+        self._ending: set[socket.socket] = set()
         self._handles = Handles()
         self._nccl_aborts = NcclAborts(NcclErrors(tell_error, device))
         self._operations: Operations | None = None
@@ -211,6 +210,7 @@ class Communicators:
         RuntimeError if a member is missing after RENDEZVOUS_S_MAX, or if interrupted."""
         assert not self.is_up
         self.generation, self.place, self.num_members = generation, place, num_members
+        self._ends = sockets.Ends()
         client = self._reach(*network_address.split_endpoint(endpoint))
         self.store = dist.PrefixStore(f"generation/{generation}", client)
         self.store.set(f"news/{place}", news)
@@ -221,7 +221,7 @@ class Communicators:
         return unpack_news(self.store.get("news"))
 
     def up(self, axes: Axes, replica: frozenset[int] = frozenset()) -> None:
-        """Build the groups of a layout. `replica`: its ranks. Raises RuntimeError."""
+        """Build the groups of a layout. `replica`: its ranks. Raises RuntimeError, UsageError."""
         assert self.store is not None, "rendezvous first"
         self._nccl_aborts.make_room()
         self._is_building = True
@@ -229,7 +229,7 @@ class Communicators:
             with _same_excepthook():
                 dist.init_process_group(
                     self.backend,
-                    store=self.store,
+                    store=self._store_of_groups(),
                     rank=self.place,
                     world_size=self.num_members,
                     timeout=datetime.timedelta(seconds=GROUP_S_MAX),
@@ -237,6 +237,12 @@ class Communicators:
             self._operations = Operations(process_groups.build(axes, COLLECTIVE_S_MAX))
         finally:
             self._is_building = False
+        if self.backend == "gloo" and not self._ends.listeners:
+            raise UsageError(
+                f"torch {torch.__version__} does not tell where gloo listens: its connections "
+                "cannot be told from others",
+                f"{install('train')} brings a torch that does",
+            )
         private_torch.set_timeout(COLLECTIVE_S_MAX)
         messages.wait_up_to(COLLECTIVE_S_MAX if self.backend == "gloo" else None)
         groups = {"world": dist.group.WORLD, **process_groups.by_role(self.groups)}
@@ -246,6 +252,14 @@ class Communicators:
         self.axes = axes
         self.replica = replica
         self.on_groups(self.groups)
+
+    def _store_of_groups(self) -> Any:
+        """The store with which groups are built. NCCL's waits end by an abort, and torch asks its
+        store from threads that must not wait for Python."""
+        if self.backend != "gloo":
+            return self.store
+        self._naming_store = sockets.NamingStore(self.store, self._ends)
+        return self._naming_store
 
     def bind(self) -> None:
         """Put the new groups into the slots that `down` emptied. The model must be for the same
@@ -274,6 +288,7 @@ class Communicators:
         last_s = time.monotonic() + RENDEZVOUS_S_MAX
         while True:
             try:
+                self._ends.add_store(host, port)
                 socket.create_connection((host, port), timeout=CONNECT_S_MAX).close()
                 client = dist.TCPStore(
                     host,
@@ -314,7 +329,7 @@ class Communicators:
         # Names and store keys of groups contain a counter. All members must restart it, because
         # the counters differ if some member's last attempt failed half-way.
         private_torch.restart_group_names()
-        self.store = None
+        self.store = self._naming_store = None
 
     @contextmanager
     def without_peers(self, axes: Axes, place: int) -> Generator[list[Any]]:
@@ -341,45 +356,25 @@ class Communicators:
             yield _unconnected(axes, place)
 
     @contextmanager
-    def spare(self, descriptor: int) -> Generator[None]:
-        """Within the context, `interrupt` does not shut this socket down."""
-        inode = os.fstat(descriptor).st_ino
-        self._excluded[inode] = descriptor
+    def ending(self, connection: socket.socket) -> Generator[None]:
+        """Within the context, `interrupt` shuts this connection down as well."""
+        self._ending.add(connection)
         try:
             yield
         finally:
-            del self._excluded[inode]
-
-    @contextmanager
-    def exclude_new_sockets(self) -> Generator[None]:
-        """Connections that Python code opens within the context belong to no generation until they
-        close: also those of a storage driver's own threads, but of the training thread only within
-        its own context."""
-        if not self._is_watching:
-            self._is_watching = True
-            sockets.watch_connections(self._on_connect)
-        # Copy the set before the open sockets are listed, so that a socket opened meanwhile stays.
-        known = tuple(self._driver_sockets)
-        for inode in frozenset(known).difference(sockets.inodes()):
-            self._driver_sockets.discard(inode)
-        self._excluding_threads.append(threading.get_ident())
-        try:
-            yield
-        finally:
-            self._excluding_threads.remove(threading.get_ident())
-
-    def _on_connect(self, inode: sockets.Inode) -> None:
-        thread, excluding = threading.get_ident(), self._excluding_threads
-        if excluding and (thread != self._training_thread or thread in excluding):
-            self._driver_sockets.add(inode)
+            self._ending.discard(connection)
 
     def interrupt(self) -> None:
-        """End every wait of this process in this generation with an error."""
+        """End every wait of this process in this generation with an error. Connections of others
+        stay."""
         self.woken = True
         self._nccl_aborts.errors.forget()
         if self.backend == "nccl" and self.is_up:
             self._nccl_aborts.begin()
-        excluded = (*self._excluded, *self._driver_sockets)
+        ends = self._ends
         if self._is_building and self.backend == "gloo":
-            sockets.connect_to_listeners(excluded, self._server_port, self.num_members)
-        sockets.shut_down(excluded, self._server_port)
+            sockets.connect_to_listeners(ends, self.num_members)
+        sockets.shut_down(ends)
+        for connection in tuple(self._ending):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
