@@ -60,7 +60,14 @@ def start_rank(
         copies=recovery_sources(state, task, ()) if task.restarts_from_memory else (),
         has_begun=task.generation > 0,
         first_iteration_s_max=state.policy.first_iteration_s_max,
+        local_slots=_local_slots(task, seat),
     )
+
+
+def _local_slots(task: Task, seat: Seat) -> tuple[int, ...]:
+    """The slots of the task on the seat's node, by rank."""
+    seats = sorted({*task.target, seat}, key=lambda each: each.rank)
+    return tuple(each.slot.index for each in seats if each.slot.node == seat.slot.node)
 
 
 def stop_rank(

@@ -69,6 +69,7 @@ ADDED: tuple[Added, ...] = (
     Added(Reconfigure, ("output",), Reconfigure, 1),
     Added(StopRank, ("keeps_stacks",), StopRank, 1, ignorable=True),
     Added(StartRank, ("first_iteration_s_max",), StartRank, 1, ignorable=True),
+    Added(StartRank, ("local_slots",), StartRank, 1, ignorable=True),
 )
 """Every field of an order that release 0.3.0 does not have. Its default must never change."""
 

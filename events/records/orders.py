@@ -51,6 +51,9 @@ class StartRank(Body, frozen=True):
     ends no process."""
     first_iteration_s_max: float = 1200.0
     """Of the policy: a stall that has no usual time is reported after this at the latest."""
+    local_slots: tuple[int, ...] = ()
+    """The slots of the task on this node, in the order of its ranks: the rank sees their devices,
+    and its place among them is its local rank. Empty, as in old logs: its own slot alone."""
 
 
 class StopRank(Body, frozen=True):

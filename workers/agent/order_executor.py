@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from functools import partial
 from typing import NoReturn
 
@@ -60,7 +60,7 @@ class _OrdersNote(Struct, frozen=True):
 
 class OrderExecutor:
     """Owns all ranks of the node. `report` spools a body; `group` owns one task per rank. `clock`
-    gives seconds since 1970. `journal` has the notes of a former agent."""
+    gives seconds since 1970. `journal` has the notes of a former agent. `lost`: as in Launcher."""
 
     def __init__(
         self,
@@ -72,10 +72,11 @@ class OrderExecutor:
         shim: Shim,
         journal: Spool,
         killed: OomLookup | None = None,
+        lost: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self._node = node
         self._store = store
-        self._starter = Launcher(node, shim)
+        self._starter = Launcher(node, shim, lost)
         self._report = report
         self._journal = journal
         note = journal.notes.get(_ORDERS)

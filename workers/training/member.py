@@ -102,9 +102,7 @@ class Member:
         if self.train.reproducible != "rounding":
             determinism.require()
         torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
-        if torch.cuda.is_available():
-            torch.cuda.set_device(start.slot.index % torch.cuda.device_count())
-        device = cpu_device.prepare_device()
+        device = cpu_device.prepare_device(environment)
         self.communicators = Communicators(_host(environment), device, self._tell_nccl_error)
         self.communicators.on_groups = work.on_groups
         self._owner = output_owner.of_rank(

@@ -353,6 +353,7 @@ def _common(one: Any, other: Any) -> Any:
         ("heart-18", "StartRank"),
         ("heart-19", "PlanChosen"),
         ("heart-20", "PlanChosen"),
+        ("heart-26", "StartRank"),
         ("release-0.2.0", "StartRank"),
     ],
 )

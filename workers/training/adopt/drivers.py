@@ -13,7 +13,6 @@ from pathlib import Path
 from time import sleep
 
 import structlog
-import torch
 import torch.distributed as dist
 
 from ....events import network_address
@@ -70,10 +69,7 @@ class RestartOnlyDriver:
         self._place = int(environment.get("RANK", "0"))
         num = int(environment.get("WORLD_SIZE", "1"))
         axes = self._axes(num)
-        if torch.cuda.is_available():
-            local = int(environment.get("LOCAL_RANK", "0"))
-            torch.cuda.set_device(local % torch.cuda.device_count())
-        device = cpu_device.prepare_device()
+        device = cpu_device.prepare_device(environment)
         host = environment.get("UNICRON_HOST", "")
         self.communicators = Communicators(host or "127.0.0.1", device)
         self.communicators.on_groups = work.on_groups
