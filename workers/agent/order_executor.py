@@ -20,7 +20,7 @@ from ...events.records.types import Body
 from ...events.shortage import errno_of, outlast
 from ...events.timing import REAP_S_MAX, STACKS_S_MAX, STOP_GRACE_S
 from ..host import linux
-from ..ipc.pipe_protocol import Adopted, Frame
+from ..ipc.pipe_protocol import Adopted, Frame, MayAbort, WillAbort
 from ..ipc.progress_page import ProgressPage
 from ..ipc.violation import Violation
 from .checkpoint_store import CheckpointStore
@@ -439,6 +439,7 @@ class OrderExecutor:
                     await self._watch(rank)
         finally:
             del self._ranks[rank.key]
+            self._let_abort(order.task, rank.note.generation)
             self._note_orders()
 
     def _spawn(self, rank: RankAttempt) -> bool:
@@ -580,7 +581,8 @@ class OrderExecutor:
         rank.note.frames = frame.seq
         if rank.note.fault:
             return  # it has broken the protocol: nothing that it sends counts any more
-        if not isinstance(frame.body, Adopted) and (why := rank.limits.violation(frame)):
+        is_record = not isinstance(frame.body, (Adopted, WillAbort))
+        if is_record and (why := rank.limits.violation(frame)):
             raise Violation(why)
         if not rank.limits.admits(frame):
             if rank.pipe is not None:
@@ -588,6 +590,10 @@ class OrderExecutor:
             return
         if isinstance(frame.body, Adopted):
             self._on_adopted(rank, frame.body.pid)
+            return
+        if isinstance(frame.body, WillAbort):
+            rank.will_abort = max(rank.will_abort, frame.body.generation)
+            self._let_abort(rank.order.task, frame.body.generation)
             return
         body = rank.redactor.body(frame.body)
         if isinstance(body, reports.RankErrored):
@@ -622,6 +628,21 @@ class OrderExecutor:
             order.slot.index,
             self._note(rank),
         )
+
+    def _let_abort(self, task: int, generation: int) -> None:
+        """Once all living ranks of a generation here are about to abort, tell them so. NCCL frees
+        memory that the other ranks of the node may still use (NVIDIA/nccl#863)."""
+        there = [
+            rank
+            for rank in self._of(task)
+            if rank.note.generation == generation
+            and rank.process is not None
+            and not rank.process.has_ended
+        ]
+        if generation and all(rank.will_abort >= generation for rank in there):
+            for rank in there:
+                if rank.pipe is not None:
+                    rank.pipe.send(Frame(body=MayAbort(generation=generation)))
 
     def _report_dropped(self, rank: RankAttempt, *, is_last: bool = False) -> None:
         if (dropped := rank.limits.take_dropped(is_last=is_last)) is not None:

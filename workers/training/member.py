@@ -47,6 +47,9 @@ from .step.stats import Stats
 
 PROGRESS_S = 1.0
 """Minimum time between two progress reports of the member at position 0."""
+MEET_S_MAX = 5.0
+"""How long a member waits for those of its node before it aborts its communicators: one of them may
+hang, and a wait that no abort ends counts as stuck after control_thread.BUILDING_S_MAX."""
 WHY_CHARS_MAX = 1000
 """Characters that are reported of the error of a collective or of a join."""
 
@@ -103,7 +106,9 @@ class Member:
             determinism.require()
         torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
         device = cpu_device.prepare_device(environment)
-        self.communicators = Communicators(_host(environment), device, self._tell_nccl_error)
+        self.communicators = Communicators(
+            _host(environment), device, self._tell_nccl_error, self._meet_before_abort
+        )
         self.communicators.on_groups = work.on_groups
         self._owner = output_owner.of_rank(
             environment, start.task, start.spec.name, self.train.output
@@ -478,6 +483,12 @@ class Member:
             self._report_failed(ended)
         self._leave()
         return False
+
+    def _meet_before_abort(self, generation: int) -> None:
+        """Called in another thread before this member aborts its NCCL communicators: wait for the
+        other members on this node."""
+        if self.nodes.count(self.start.slot.node) > 1:
+            self.control.meet_before_abort(generation, MEET_S_MAX)
 
     def _tell_nccl_error(self, generation: int, error: NcclError) -> None:
         """NCCL reports an error of a group, in another thread: its collectives will not end. The

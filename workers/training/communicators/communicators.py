@@ -42,6 +42,10 @@ from .process_groups import GROUP_S_MAX
 # An abort waits until NCCL has ended its own threads, measured 1.0 s for each communicator (NCCL
 # 2.28, H200). So a thread of its own aborts each group. The memory of a communicator is free only
 # after its abort.
+#
+# Within a node NCCL's ranks use each other's memory. If one frees it while another's kernels run,
+# these fail with an illegal access, and its CUDA context is lost (NVIDIA/nccl#863). So the ranks of
+# a node first tell each other that they leave.
 
 COMMUNICATOR_BYTES = 512 << 20
 """GPU memory of a communicator, rounded up: 388 MiB measured with NCCL 2.28 on an H200."""
@@ -49,21 +53,36 @@ COMMUNICATOR_BYTES = 512 << 20
 
 class NcclAborts:
     """The aborts of this process. Any thread may call `begin`. `errors`: what NCCL tells of the
-    groups until then."""
+    groups until then. `meet`: called in a thread with the generation before its groups are aborted;
+    returns when the other ranks of this node are about to do the same, or after a limit."""
 
-    def __init__(self, errors: NcclErrors) -> None:
+    def __init__(self, errors: NcclErrors, meet: Callable[[int], object]) -> None:
         self.errors = errors
+        self._meet = meet
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
-    def begin(self) -> None:
+    def begin(self, generation: int) -> None:
         """Take all groups out of torch, and abort each. Returns at once."""
         with self._lock:
             self._threads = [one for one in self._threads if one.is_alive()]
-            for group in private_torch.take_groups():
-                thread = threading.Thread(target=group.abort, name="abort", daemon=True)
+            groups, met = private_torch.take_groups(), threading.Event()
+            for group in groups:
+                thread = threading.Thread(
+                    target=_abort, args=(group, met), name="abort", daemon=True
+                )
                 thread.start()
                 self._threads.append(thread)
+        if groups:
+            threading.Thread(
+                target=self._meet_others, args=(generation, met), name="leave", daemon=True
+            ).start()
+
+    def _meet_others(self, generation: int, met: threading.Event) -> None:
+        try:
+            self._meet(generation)
+        finally:
+            met.set()
 
     def make_room(self) -> None:
         """Wait for the aborts if the GPU has no memory for as many communicators beside theirs."""
@@ -77,6 +96,11 @@ class NcclAborts:
             threads = list(self._threads)
         for one in threads:
             one.join()
+
+
+def _abort(group: Any, met: threading.Event) -> None:
+    met.wait()
+    group.abort()
 
 
 COLLECTIVE_S_MAX = 1800.0
@@ -147,9 +171,11 @@ class Communicators:
         host: str,
         device: torch.device,
         tell_error: Callable[[int, NcclError], None] = lambda generation, error: None,
+        meet_before_abort: Callable[[int], object] = lambda generation: None,
     ) -> None:
         """`tell_error`: called in another thread, at most once for each generation, with the first
-        error that NCCL reports of it."""
+        error that NCCL reports of it. `meet_before_abort`: as in NcclAborts."""
+        self._device = device
         self.backend = os.environ.get(BACKEND) or ("nccl" if device.type == "cuda" else "gloo")
         self._listener = network_address.listen(host)
         port: int = self._listener.getsockname()[1]
@@ -167,7 +193,7 @@ class Communicators:
         """Kept as long as the groups, which do not keep what is Python's of it."""
         self._ending: set[socket.socket] = set()
         self._handles = Handles()
-        self._nccl_aborts = NcclAborts(NcclErrors(tell_error, device))
+        self._nccl_aborts = NcclAborts(NcclErrors(tell_error, device), meet_before_abort)
         self._operations: Operations | None = None
         self.generation = 0
         self.place = 0
@@ -176,6 +202,7 @@ class Communicators:
         self.replica: frozenset[int] = frozenset()
         """The ranks of this member's replica, its own included."""
         self.store: Any = None
+        self._client: Any = None
         self.woken = False
         self._is_building = False
         self.down_s = 0.0
@@ -211,8 +238,8 @@ class Communicators:
         assert not self.is_up
         self.generation, self.place, self.num_members = generation, place, num_members
         self._ends = sockets.Ends()
-        client = self._reach(*network_address.split_endpoint(endpoint))
-        self.store = dist.PrefixStore(f"generation/{generation}", client)
+        self._client = self._reach(*network_address.split_endpoint(endpoint))
+        self.store = dist.PrefixStore(f"generation/{generation}", self._client)
         self.store.set(f"news/{place}", news)
         if place == 0:
             keys = [f"news/{other}" for other in range(num_members)]
@@ -226,14 +253,7 @@ class Communicators:
         self._nccl_aborts.make_room()
         self._is_building = True
         try:
-            with _same_excepthook():
-                dist.init_process_group(
-                    self.backend,
-                    store=self._store_of_groups(),
-                    rank=self.place,
-                    world_size=self.num_members,
-                    timeout=datetime.timedelta(seconds=GROUP_S_MAX),
-                )
+            self._build_world()
             self._operations = Operations(process_groups.build(axes, COLLECTIVE_S_MAX))
         finally:
             self._is_building = False
@@ -248,10 +268,33 @@ class Communicators:
         groups = {"world": dist.group.WORLD, **process_groups.by_role(self.groups)}
         counting.begin(groups)
         if self.backend == "nccl":
+            self._wait_for_first_uses()
             self._nccl_aborts.errors.watch(self.generation, groups)
         self.axes = axes
         self.replica = replica
         self.on_groups(self.groups)
+
+    def _build_world(self) -> None:
+        with _same_excepthook():
+            dist.init_process_group(
+                self.backend,
+                store=self._store_of_groups(),
+                rank=self.place,
+                world_size=self.num_members,
+                timeout=datetime.timedelta(seconds=GROUP_S_MAX),
+                device_id=self._device if self.backend == "nccl" else None,
+            )
+        if self.backend == "nccl":
+            # Else torch would make each smaller group by a split of this one, in which all members
+            # have to take part; and a split in a second generation ends the process
+            # (pytorch#192109). A group is built by its own members.
+            world: Any = dist.group.WORLD
+            world.bound_device_id = None
+
+    def _wait_for_first_uses(self) -> None:
+        """NCCL connects a group when it is used first, by the store: a later stage of a pipeline
+        waits there for the first forward of the earlier ones, with all that they compile."""
+        self._client.set_timeout(datetime.timedelta(seconds=COLLECTIVE_S_MAX))
 
     def _store_of_groups(self) -> Any:
         """The store with which groups are built. NCCL's waits end by an abort, and torch asks its
@@ -329,7 +372,7 @@ class Communicators:
         # Names and store keys of groups contain a counter. All members must restart it, because
         # the counters differ if some member's last attempt failed half-way.
         private_torch.restart_group_names()
-        self.store = self._naming_store = None
+        self.store = self._client = self._naming_store = None
 
     @contextmanager
     def without_peers(self, axes: Axes, place: int) -> Generator[list[Any]]:
@@ -370,7 +413,7 @@ class Communicators:
         self.woken = True
         self._nccl_aborts.errors.forget()
         if self.backend == "nccl" and self.is_up:
-            self._nccl_aborts.begin()
+            self._nccl_aborts.begin(self.generation)
         ends = self._ends
         if self._is_building and self.backend == "gloo":
             sockets.connect_to_listeners(ends, self.num_members)
