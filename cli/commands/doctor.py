@@ -172,7 +172,7 @@ def variables() -> Finding:
         "in ranks "
         + " ".join(
             f"{name}={os.environ.get(name, value)}"
-            for name, value in (rank_variables.NEEDED | INTERFACES).items()
+            for name, value in (rank_variables.NEEDED | rank_variables.STORE | INTERFACES).items()
         ),
         f"an NCCL fault may end a rank: without {' '.join(others)} it heals" if others else "",
     )

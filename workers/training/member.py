@@ -6,12 +6,10 @@ from contextlib import suppress
 from functools import partial
 from time import monotonic as clock
 
-import msgspec
 import structlog
 import torch
 from msgspec.structs import replace
 
-from ...events.decoding import from_msgpack
 from ...events.errors import UsageError
 from ...events.records import reports
 from ...events.records.orders import Quiesce, Reconfigure, Resume, StartRank
@@ -39,7 +37,13 @@ from .process.flight_recorder import Recorder
 from .process.history import History
 from .process.trace import Event, trace_of
 from .recovery.settlement import MemberAssignment, settle
-from .recovery.state_sources import NO_STATE, Claim, other_versions
+from .recovery.state_sources import (
+    NO_STATE,
+    Claim,
+    decode_claims,
+    encode_claim,
+    other_versions,
+)
 from .state_recovery import StateRecovery, with_shards
 from .step.iteration import Iteration
 from .step.results import Failed, Outcome, Stepped
@@ -274,14 +278,14 @@ class Member:
         """Exchange claims, build communicators, recover missing state. Raises RuntimeError."""
         began_s = clock()
         self._note("meet")
-        claim_bytes = self.communicators.meet(
+        encoded = self.communicators.meet(
             order.generation,
             place,
             len(order.members),
             order.store,
-            msgspec.msgpack.encode(self.recovery.claim()),
+            encode_claim(self.recovery.claim(), place),
         )
-        claims = [from_msgpack(data, Claim) for data in claim_bytes]
+        claims = decode_claims(encoded)
         self._check_versions(claims, order, place)
         self.communicators.up(self.axes, self._replica(place))
         up_s = clock()

@@ -32,7 +32,7 @@ from .model.trainee import TrainingModel
 from .model.workload import Beginning, BuildPart, Workload
 from .process.trace import Event
 from .recovery import state_shards
-from .recovery.peers import World
+from .recovery.peers import World, is_so_on_all
 from .recovery.regions import State
 from .recovery.resharding import Missing
 from .recovery.settlement import Settlement, find_receivers
@@ -259,6 +259,7 @@ class StateRecovery:
             have = source.shards if source.is_gathered else state_shards.stepped(source)
         try:
             found = exchange(
+                World(self._communicators.rounds),
                 have,
                 with_shards(target).shards if target is not None else have,
                 numbers,
@@ -400,7 +401,7 @@ class StateRecovery:
             result = b"+" + call()
         except (RuntimeError, UsageError) as error:
             failed, result = error, str(error).encode()
-        results = World().collect(result)
+        results = self._communicators.rounds.gather(result)
         if failed is not None:
             raise failed
         for each in results:
@@ -503,7 +504,9 @@ class StateRecovery:
             lambda: self._communicators.woken,
             self._communicators.ending,
         )
-        shares = memory_restore.gather_shares(stores.shares(place, len(order.members)))
+        shares = memory_restore.gather_shares(
+            self._communicators.rounds, stores.shares(place, len(order.members))
+        )
         for version in stores.versions(shares):
             if version.step_version < stored:
                 continue
@@ -521,7 +524,7 @@ class StateRecovery:
                 )
             if self._communicators.woken:
                 raise RuntimeError("interrupted while it restored its state")
-            if World().all(not why):
+            if is_so_on_all(not why):
                 return Recovered(
                     version.step_version, "copy", fetched.node, fetched.received_bytes, NO_STATE
                 )

@@ -82,7 +82,7 @@ class Telling(dist.Store):
         return self.store.add(key, number)
 def up(self, *given):
     if self.generation == 1:
-        self.store = Telling(self.store)
+        self.rounds.store = Telling(self.rounds.store)
     right(self, *given)
 Communicators.up = up
 """

@@ -36,7 +36,6 @@ from ..process.control_thread import Control
 from ..process.history import History
 from ..process.orders import NoOrders, Orders
 from ..process.trace import Trace
-from ..recovery.peers import World
 from ..recovery.settlement import settle
 from ..state_recovery import part_builder, with_shards
 from ..step.checkpoints import NoCheckpoints
@@ -190,7 +189,8 @@ class RestartOnlyDriver:
 
     def _agreed(self, step_version: int) -> int:
         """Check that all ranks loaded the same step version: nodes may not share `output`."""
-        found = {int(each) for each in World().collect(str(step_version).encode())}
+        told = self.communicators.rounds.gather(str(step_version).encode())
+        found = {int(each) for each in told}
         if len(found) > 1:
             raise UsageError(
                 f"some ranks resume from iteration {min(found)}, others from "

@@ -28,9 +28,9 @@ from ....events.log.identity import StoreKeys
 from ....events.records.types import MemoryCheckpoint
 from ...checkpoint_store import protocol
 from ...checkpoint_store.protocol import Offer, Piece, ShareReader, ShareRequest, TransferError
+from ..communicators.rounds import Rounds
 from ..model import training_state
 from ..process.exit_report import is_cuda_error
-from ..recovery.peers import World
 from ..recovery.regions import State, cut, shape_of, torch_dtype
 from ..recovery.resharding import Region, Shard, intersection
 from ..recovery.state_sources import HeldState
@@ -285,11 +285,11 @@ class _Reading:
                 yield shard, part
 
 
-def gather_shares(mine: Sequence[StoredShare]) -> list[StoredShare]:
-    """A collective: the shares that all members have found."""
+def gather_shares(rounds: Rounds, mine: Sequence[StoredShare]) -> list[StoredShare]:
+    """A round: the shares that all members have found."""
     return [
         share
-        for found in World().collect(msgspec.msgpack.encode(mine))
+        for found in rounds.gather(msgspec.msgpack.encode(mine))
         for share in from_msgpack(found, list[StoredShare])
     ]
 

@@ -16,7 +16,7 @@ from ....events.decoding import from_msgpack
 from ....events.records.orders import StartRank
 from ...checkpoint_store.protocol import TransferError
 from ..process.control_thread import Control
-from ..recovery.peers import World
+from ..recovery.peers import World, is_so_on_all
 from .memory_checkpoint import Content, MemorySaver, StoreOrder
 from .memory_restore import StoredShare, Stores
 from .process_state import NotEncodable, decode, encode, generators, set_generators
@@ -71,9 +71,8 @@ class RestartMemory:
         mine = _Found(self._start.attempt, after, stores.shares(self._place, self._num))
         all_found = [mine]
         if self._num > 1:
-            all_found = [
-                from_msgpack(data, _Found) for data in World().collect(msgspec.msgpack.encode(mine))
-            ]
+            told = World.of_torch().collect(msgspec.msgpack.encode(mine))
+            all_found = [from_msgpack(data, _Found) for data in told]
         self._generation = max(one.attempt for one in all_found)
         after = max(one.after for one in all_found)
         versions = stores.versions([share for one in all_found for share in one.shares])
@@ -110,7 +109,7 @@ class RestartMemory:
             return None
 
     def _agreed(self, mine: bool) -> bool:
-        return mine if self._num == 1 else World().all(mine)
+        return mine if self._num == 1 else is_so_on_all(mine)
 
     def status(self) -> tuple[float, float]:
         return self._saver.status(self._order())

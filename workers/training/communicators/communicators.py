@@ -13,18 +13,15 @@ import socket
 import sys
 import threading
 import time
-import zlib
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ....events import network_address
-from ....events.decoding import from_msgpack
 from ....events.errors import UsageError
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import num_positions
@@ -36,6 +33,7 @@ from .group_handles import Handles
 from .nccl_errors import NcclError, NcclErrors
 from .operations import Operations
 from .process_groups import GROUP_S_MAX
+from .rounds import Rounds
 
 # --- Aborts of NCCL groups ---
 #
@@ -115,15 +113,6 @@ ABORTED = (KeyError, ValueError)
 """Exceptions, besides RuntimeError, that torch raises when an aborted group is used."""
 
 
-def pack_news(news: Sequence[bytes]) -> bytes:
-    """The news of all members as one value. Most are alike, so that little is left of them."""
-    return zlib.compress(msgspec.msgpack.encode(news), level=1)
-
-
-def unpack_news(data: bytes) -> list[bytes]:
-    return from_msgpack(zlib.decompress(data), list[bytes])
-
-
 @contextmanager
 def _same_excepthook() -> Generator[None]:
     """Restores sys.excepthook at the end. With each world torch wraps it, and buffers stderr until
@@ -201,8 +190,8 @@ class Communicators:
         self.axes = Axes()
         self.replica: frozenset[int] = frozenset()
         """The ranks of this member's replica, its own included."""
-        self.store: Any = None
         self._client: Any = None
+        self._rounds: Rounds | None = None
         self.woken = False
         self._is_building = False
         self.down_s = 0.0
@@ -226,6 +215,12 @@ class Communicators:
         return None if self._operations is None else self._operations.groups
 
     @property
+    def rounds(self) -> Rounds:
+        """The rounds of the current generation, whose members have met."""
+        assert self._rounds is not None
+        return self._rounds
+
+    @property
     def is_up(self) -> bool:
         return dist.is_initialized()
 
@@ -233,23 +228,18 @@ class Communicators:
         self, generation: int, place: int, num_members: int, endpoint: str, news: bytes
     ) -> list[bytes]:
         """Rendezvous: connect to the generation's store. Returns the `news` of all members, by
-        place: place 0 collects them, so that each other sets one key and reads one. Raises
-        RuntimeError if a member is missing after RENDEZVOUS_S_MAX, or if interrupted."""
+        place. Raises RuntimeError if a member is missing after RENDEZVOUS_S_MAX, or if
+        interrupted."""
         assert not self.is_up
         self.generation, self.place, self.num_members = generation, place, num_members
         self._ends = sockets.Ends()
         self._client = self._reach(*network_address.split_endpoint(endpoint))
-        self.store = dist.PrefixStore(f"generation/{generation}", self._client)
-        self.store.set(f"news/{place}", news)
-        if place == 0:
-            keys = [f"news/{other}" for other in range(num_members)]
-            self.store.wait(keys, datetime.timedelta(seconds=RENDEZVOUS_S_MAX))
-            self.store.set("news", pack_news(self.store.multi_get(keys)))
-        return unpack_news(self.store.get("news"))
+        store = dist.PrefixStore(f"generation/{generation}", self._client)
+        self._rounds = Rounds(store, place, num_members, COLLECTIVE_S_MAX, "round")
+        return Rounds(store, place, num_members, RENDEZVOUS_S_MAX, "meet").gather(news)
 
     def up(self, axes: Axes, replica: frozenset[int] = frozenset()) -> None:
         """Build the groups of a layout. `replica`: its ranks. Raises RuntimeError, UsageError."""
-        assert self.store is not None, "rendezvous first"
         self._nccl_aborts.make_room()
         self._is_building = True
         try:
@@ -300,8 +290,8 @@ class Communicators:
         """The store with which groups are built. NCCL's waits end by an abort, and torch asks its
         store from threads that must not wait for Python."""
         if self.backend != "gloo":
-            return self.store
-        self._naming_store = sockets.NamingStore(self.store, self._ends)
+            return self.rounds.store
+        self._naming_store = sockets.NamingStore(self.rounds.store, self._ends)
         return self._naming_store
 
     def bind(self) -> None:
@@ -372,7 +362,7 @@ class Communicators:
         # Names and store keys of groups contain a counter. All members must restart it, because
         # the counters differ if some member's last attempt failed half-way.
         private_torch.restart_group_names()
-        self.store = self._client = self._naming_store = None
+        self._rounds = self._client = self._naming_store = None
 
     @contextmanager
     def without_peers(self, axes: Axes, place: int) -> Generator[list[Any]]:
