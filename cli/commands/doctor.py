@@ -23,7 +23,8 @@ from ...events.spec.policy import Policy
 from ...events.words import install, scaled
 from ...workers.host import folder_trial, rank_cgroups
 from ...workers.ipc import rank_variables
-from ...workers.training.dependencies import known_versions
+from ...workers.training.dependencies import group_offers, known_versions
+from ...workers.training.dependencies.group_offers import Offers
 from ...workers.training.dependencies.known_versions import Installed
 from ..cluster import local_cluster, processes
 from ..cluster.local_cluster import CONTROL_PLANE, UP, ClusterOptions
@@ -56,6 +57,7 @@ def doctor(state: StateDir, *, only_support: bool, as_json: bool) -> int:
         _torch,
         lambda: _installed("megatron", "megatron-core"),
         _gpus,
+        communicators,
         variables,
         _server,
         lambda: log_server(state),
@@ -161,6 +163,16 @@ def _gpus() -> Finding:
     except (OSError, subprocess.TimeoutExpired):
         return Finding("gpus", "missing", "nvidia-smi does not answer", "run nvidia-smi")
     return Finding("gpus", "ok", f"{num} seen by nvidia-smi")
+
+
+def communicators() -> Finding:
+    """What torch offers to keep communicators, probed in a process of its own."""
+    try:
+        text = _output(sys.executable, "-P", "-m", group_offers.__name__, limit_s=IMPORT_S_MAX)
+        found = from_json(text.splitlines()[-1], Offers)
+    except (OSError, subprocess.TimeoutExpired, LookupError, DecodeError):
+        return Finding("groups", "note", "torch does not tell what it offers to keep them")
+    return Finding("groups", "ok", group_offers.in_words(found))
 
 
 def variables() -> Finding:
