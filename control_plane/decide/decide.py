@@ -114,8 +114,9 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
     also affects each task that has a seat without a process on that node: the seat may wait for the
     slot. Progress affects only a task with faults or an incident, also a recovering one, since it
     may close it or show a straggler, and one that ends because of its loss. An answer to an order
-    has no effect while other answers are outstanding. While healing is paused, `decisions` looks at
-    every task after each record.
+    has no effect while other answers are outstanding, nor has one more failed collective of members
+    that leave their generation at once: a thousand members report theirs. While healing is paused,
+    `decisions` looks at every task after each record.
     """
     body = record.body
     number: int = getattr(body, "task", 0)
@@ -147,7 +148,21 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
     unsolicited = isinstance(body, r.RankReady) and not task.heals_in_memory
     if isinstance(body, _ANSWERS) and task.num_outstanding and not unsolicited:
         return []
+    if isinstance(body, r.CollectiveFailed) and _is_evidence_only(state, task):
+        return []
     return [task]
+
+
+def _is_evidence_only(state: ClusterState, task: Task) -> bool:
+    """Whether a failed collective only adds to what is known. Its members leave at once, because of
+    a fault that is decided on; no device is at fault, and no node is silent, which the collective's
+    peer might confirm to be lost. The last answer is looked at with all that was reported."""
+    return (
+        task.phase == "quiescing"
+        and task.mode == "now"
+        and task.num_outstanding > 0
+        and not (task.faults or task.suspects or state.unreachable)
+    )
 
 
 def _uses(task: Task, node: str) -> bool:

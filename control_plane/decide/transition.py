@@ -14,7 +14,7 @@ from ..incidents import unnamed
 from ..incidents.blame import judge_progress
 from ..incidents.lifecycle import close_incident, end_incident, network_incident, open_incidents
 from ..state.cluster import ClusterState
-from ..state.members import is_pinned, only_publication_left
+from ..state.members import awaited, is_pinned, only_publication_left
 from ..state.task import Checkpoint, Phase, Rank, Task, whole_path
 from . import memory_checkpoints
 from .membership import expected_positions, next_membership
@@ -137,6 +137,8 @@ def generation_broken(state: ClusterState, task: Task) -> bool:
 
 def every_member_reconfigured(state: ClusterState, task: Task) -> bool:
     """All members have joined the generation and settled it. They wait for Resume."""
+    if task.phase == "reconfiguring" and awaited(task):
+        return not task.num_outstanding
     return all(rank.reconfigured == task.generation for rank in task.living_members())
 
 
