@@ -443,6 +443,8 @@ class Reconfigured(
     received_from: tuple[ReceivedState, ...] = ()
     damaged: str = ""
     """Why newer checkpoints on disk were not read."""
+    built_s: dict[str, float] = field(default_factory=dict[str, float])
+    """Of the first member: the seconds in which each communicator was built, by its first role."""
 
 
 class ReconfigureFailed(RankReport, frozen=True):

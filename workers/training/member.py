@@ -287,7 +287,7 @@ class Member:
         )
         claims = decode_claims(encoded)
         self._check_versions(claims, order, place)
-        self.communicators.up(self.axes, self._replica(place))
+        built_s = self.communicators.up(self.axes, self._replica(place))
         up_s = clock()
         self._note("settle")
         settlement = settle(claims, self.train.num_micro_batches, self.axes)
@@ -327,6 +327,7 @@ class Member:
             origin_node=recovered.node,
             received_from=recovered.taken,
             damaged=recovered.damaged if place == 0 else "",
+            built_s=built_s if place == 0 else {},
         )
 
     def _check_versions(self, claims: Sequence[Claim], order: Reconfigure, place: int) -> None:

@@ -51,7 +51,7 @@ right = Communicators.up
 def up(self, *given):
     if self.generation == 1:
         os._exit(9)
-    right(self, *given)
+    return right(self, *given)
 Communicators.up = up
 """
 PATIENT = """
@@ -83,7 +83,7 @@ class Telling(dist.Store):
 def up(self, *given):
     if self.generation == 1:
         self.rounds.store = Telling(self.rounds.store)
-    right(self, *given)
+    return right(self, *given)
 Communicators.up = up
 """
 """Publishes a high address and exits. gloo makes the rank with the lower address wait for it."""
@@ -141,7 +141,9 @@ def test_leaving_a_generation_releases_its_handles_and_sockets() -> None:
             assert time.monotonic() < last_s, "a reference keeps sockets open"
             time.sleep(0.01)
         ours.meet(generation, 0, 1, ours.endpoint, b"")
-        ours.up(Axes(dp=ours.num_members))
+        costs_s = ours.up(Axes(dp=ours.num_members))
+        assert [*costs_s] == ["world", "cp"], "plain: all other groups are the world"
+        assert all(0 < cost_s < CLOSED_S_MAX for cost_s in costs_s.values())
         ours.bind()
         assert groups_in(roots, set()) == num_handles, "a handle is missing"
     ours.down(roots)

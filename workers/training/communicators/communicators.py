@@ -238,13 +238,17 @@ class Communicators:
         self._rounds = Rounds(store, place, num_members, COLLECTIVE_S_MAX, "round")
         return Rounds(store, place, num_members, RENDEZVOUS_S_MAX, "meet").gather(news)
 
-    def up(self, axes: Axes, replica: frozenset[int] = frozenset()) -> None:
-        """Build the groups of a layout. `replica`: its ranks. Raises RuntimeError, UsageError."""
+    def up(self, axes: Axes, replica: frozenset[int] = frozenset()) -> dict[str, float]:
+        """Build the groups of a layout. `replica`: its ranks. Returns the seconds of each, by role,
+        in order; NCCL builds a communicator only when it is first used. Raises RuntimeError,
+        UsageError."""
         self._nccl_aborts.make_room()
         self._is_building = True
+        began_s = time.monotonic()
         try:
             self._build_world()
-            self._operations = Operations(process_groups.build(axes, COLLECTIVE_S_MAX))
+            costs = {"world": time.monotonic() - began_s}
+            self._operations = Operations(process_groups.build(axes, COLLECTIVE_S_MAX, costs))
         finally:
             self._is_building = False
         if self.backend == "gloo" and not self._ends.listeners:
@@ -263,6 +267,7 @@ class Communicators:
         self.axes = axes
         self.replica = replica
         self.on_groups(self.groups)
+        return costs
 
     def _build_world(self) -> None:
         with _same_excepthook():
