@@ -120,8 +120,8 @@ class Between:
 
 def walk(place: int, num: int, told: Told, client: Client) -> None:
     """One member's way from the rendezvous to the loop."""
-    Rounds(client, place, num, WAIT_S, "meet").gather(told.claim)
-    rounds = Rounds(client, place, num, WAIT_S, "round")
+    Rounds(client, place, num, "meet", WAIT_S).gather(told.claim)
+    rounds = Rounds(client, place, num, "round", WAIT_S)
     rounds.gather(told.offer)
     for name, data in told.publishes.items():
         client.set(name, data)

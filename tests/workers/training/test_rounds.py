@@ -88,7 +88,7 @@ def in_members(
 ) -> tuple[list[Any], list[int]]:
     """What `call` returns on each of `num` members, and the requests that each made."""
     stores = [Counted(server.port) for _ in range(num)]
-    rounds = [Rounds(store, place, num, wait_s, "r") for place, store in enumerate(stores)]
+    rounds = [Rounds(store, place, num, "r", wait_s) for place, store in enumerate(stores)]
     with ThreadPoolExecutor(num) as pool:
         found = [*pool.map(call, rounds)]
     return found, [store.num for store in stores]

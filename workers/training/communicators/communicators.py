@@ -235,8 +235,8 @@ class Communicators:
         self._ends = sockets.Ends()
         self._client = self._reach(*network_address.split_endpoint(endpoint))
         store = dist.PrefixStore(f"generation/{generation}", self._client)
-        self._rounds = Rounds(store, place, num_members, COLLECTIVE_S_MAX, "round")
-        return Rounds(store, place, num_members, RENDEZVOUS_S_MAX, "meet").gather(news)
+        self._rounds = Rounds(store, place, num_members, "round")
+        return Rounds(store, place, num_members, "meet", RENDEZVOUS_S_MAX).gather(news)
 
     def up(self, axes: Axes, replica: frozenset[int] = frozenset()) -> dict[str, float]:
         """Build the groups of a layout. `replica`: its ranks. Returns the seconds of each, by role,

@@ -14,13 +14,19 @@ import msgspec
 
 from ....events.decoding import from_msgpack
 
+WAIT_S_MAX = 20 * 86400.0
+"""Members recover state of any size between two rounds: whoever started them ends a wait in which
+nothing moves. torch hands poll(2) the milliseconds in 32 bits."""
+
 
 class Rounds:
     """The members of one generation, as one of them sees them. All call the same methods in the
     same order. Each raises RuntimeError if a member is missing after `wait_s`, or if the wait is
     interrupted. `store`: torch's store of this generation; `name` begins the names of its keys."""
 
-    def __init__(self, store: Any, place: int, num: int, wait_s: float, name: str) -> None:
+    def __init__(
+        self, store: Any, place: int, num: int, name: str, wait_s: float = WAIT_S_MAX
+    ) -> None:
         self.store, self.place, self.num = store, place, num
         self._wait_s, self._name = wait_s, name
         self._count = 0

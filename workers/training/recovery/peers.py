@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..communicators.communicators import COLLECTIVE_S_MAX
 from ..communicators.rounds import Rounds
 from ..dependencies.private_torch import world_store
 from .state_transfer import comm_device
@@ -32,9 +31,7 @@ class World:
         """The members of torch.distributed's world, which other code has built. All of them call it
         equally often in their lives, also those of processes that start together later."""
         name = f"unicron/{next(_count)}"
-        return cls(
-            Rounds(world_store(), dist.get_rank(), dist.get_world_size(), COLLECTIVE_S_MAX, name)
-        )
+        return cls(Rounds(world_store(), dist.get_rank(), dist.get_world_size(), name))
 
     def collect(self, data: bytes) -> Sequence[bytes]:
         """The data of all members, by place."""
