@@ -27,7 +27,9 @@ def test_a_member_asks_the_store_equally_often_however_many_there_are(name: str)
 
 
 def test_a_transition_takes_the_decider_less_than_a_second() -> None:
-    assert 0 < control_plane.transition_s(64) < 1.0
+    decided = control_plane.transition(64)
+    assert 0 < decided.cpu_s < 1.0
+    assert 64 < decided.order_bytes < 10_000
 
 
 def test_goals_are_of_one_case_and_of_the_requests_in_all() -> None:

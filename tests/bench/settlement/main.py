@@ -36,6 +36,7 @@ UNITS = {
     "metadata_bytes": "B",
     "settle_cpu_s": "s",
     "control_plane_s": "s",
+    "order_bytes": "B",
     "cpu_growth_per_doubling": "x",
 }
 GOAL_CASE = "ranks_1024"
@@ -81,7 +82,9 @@ def measured(case: str, num: int) -> list[Row]:
             found["store_bytes_a_rank"].append(max(each.bytes_a_rank for each in crowds))
             found["store_s"].append(max(each.wall_s for each in crowds))
             found["store_cpu_s"].append(max(each.server_cpu_s for each in crowds))
-            found["control_plane_s"].append(control_plane.transition_s(num_ranks))
+            decided = control_plane.transition(num_ranks)
+            found["control_plane_s"].append(decided.cpu_s)
+            found["order_bytes"].append(decided.order_bytes)
         print(f"{case}  {num_shards} shards a rank: {min(worst[num_shards]):.3f} CPU s", flush=True)
     doublings = math.log2(GROWTH[-1] / GROWTH[0])
     found["cpu_growth_per_doubling"] = [
