@@ -204,19 +204,23 @@ def _serve(pipe: Connection) -> None:
 
 def _members(port: int, part: Part, told: Sequence[Told], start: Any, pipe: Connection) -> None:
     threading.stack_size(STACK_BYTES)
-    clients = {place: Client(port) for place in part}
     walked: dict[int, Walked] = {}
+    connected, begins = threading.Barrier(len(part) + 1), threading.Event()
 
     def member(place: int) -> None:
-        client = clients[place]
+        client = Client(port)
+        connected.wait(WAIT_S)
+        begins.wait()
         walk(place, len(told), told[place], client)
         walked[place] = Walked(client.num_requests, client.num_bytes, time.monotonic())
 
-    threads = [threading.Thread(target=member, args=(place,)) for place in part]
-    start.wait(WAIT_S)
+    threads = [threading.Thread(target=member, args=(place,), daemon=True) for place in part]
     for thread in threads:
         thread.start()
+    connected.wait(WAIT_S)
+    start.wait(WAIT_S)
+    begins.set()
     for thread in threads:
-        thread.join()
+        thread.join(WAIT_S)
     assert len(walked) == len(part), "a member has failed"
     pipe.send([walked[place] for place in part])
