@@ -35,7 +35,7 @@ from ..dependencies.private_megatron import divide_no_gradients, publish_globals
 from ..dependencies.private_torch import is_compiled
 from ..model import cpu_device, determinism, experts, optimizers
 from ..model.random_draws import EMBEDDING, Draw
-from ..model.trainee import Size, TrainingModel
+from ..model.trainee import Size, TrainingModel, has_mirror
 from ..model.workload import Beginning, BuildPart
 from ..recovery import state_shards
 from ..recovery.regions import State
@@ -114,7 +114,6 @@ ROW_CHECKS: Mapping[str, Callable[[BuiltLoop], bool]] = {
         _any(loop.config, "num_moe_experts")
         and "global_aux_loss" in loop.config.moe_router_load_balancing_type
     ),
-    "distributed optimizer, mirrored": lambda loop: loop.parallel.optimizer == "mirrored",
     "parameter gather overlapped with the step": lambda loop: _any(
         loop.optimizer, "overlap_param_gather_with_optimizer_step"
     ),
@@ -383,6 +382,7 @@ class LoopWorkload:
         with (
             optimizers.without_collectives(),
             optimizers.lowest_rate_of_schedule(),
+            optimizers.noted_builds() as noted,
             _seeded(self.train.seed, groups.pp.rank()),
         ):
             ddps, optimizer, scheduler = _unpack(self._build(build_groups, axes, place))
@@ -423,6 +423,9 @@ class LoopWorkload:
             scheduler,
             torch.empty(0),
             call=self._forward,
+            mirror=(
+                optimizers.mirror_of(optimizer, ddps, noted) if has_mirror(train, axes) else None
+            ),
         )
 
     def _exactly(self, built: BuiltLoop) -> dict[str, Any]:

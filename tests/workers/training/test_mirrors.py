@@ -1,0 +1,98 @@
+"""A mirrored shard is its owner's, bit by bit, after each step, while both live."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loop_driver import drive_loop, flagged_example
+from nursery import Nursery
+from unicron.events.spec.model import Axes
+from unicron.events.spec.parallelism import coordinates, mirror, num_positions
+
+ITERATIONS, MICRO_BATCHES = 4, 8
+USUAL = ("bf16", "overlapped gather", "sequence parallel", "recompute")
+DIGEST = """
+import hashlib, json, os
+from pathlib import Path
+from unicron.workers.training.step.iteration import Iteration
+
+def digests(engine):
+    from unicron.workers.training.model.optimizers import parts
+    own = {{
+        tensor.untyped_storage().data_ptr()
+        for part in parts(engine.trainee.optimizer)
+        for main, state in part.state.items()
+        for tensor in (main, state["exp_avg"], state["exp_avg_sq"])
+    }}
+    found = {{True: [], False: []}}
+    for shard, tensor in sorted(engine.shards.items(), key=lambda item: item[0]):
+        if shard.key.startswith(("master.", "optimizer.")):
+            is_own = tensor.untyped_storage().data_ptr() in own
+            found[is_own] += [repr(shard).encode(), tensor.contiguous().numpy().tobytes()]
+    return [hashlib.sha256(b"".join(found[is_own])).hexdigest() for is_own in (True, False)]
+
+run = Iteration.run
+
+def noted(self):
+    outcome = run(self)
+    with Path({folder!r}, os.environ["UNICRON_RANK"]).open("a") as file:
+        file.write(json.dumps(digests(self.engine)) + "\\n")
+    return outcome
+
+Iteration.run = noted
+"""
+CASES: dict[str, tuple[tuple[str, ...], dict[str, Any], Axes]] = {
+    "one reduction": (("clipping",), {}, Axes(dp=3)),
+    "both overlaps": (("bf16", "overlapped gather"), {}, Axes(dp=3)),
+    "fp16": (("fp16", "overlapped gather"), {}, Axes(dp=2)),
+    "tensor parallel": (USUAL, {"tensor": [2]}, Axes(tp=2, dp=2)),
+    "tied embeddings": (
+        ("tied embeddings", "overlapped gather"),
+        {"pipeline": [2]},
+        Axes(pp=2, dp=2),
+    ),
+    "bitwise": (("overlapped gather",), {"reproducible": "bitwise"}, Axes(dp=2)),
+}
+QUICK = ("both overlaps", "tensor parallel")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.thorough] * (case not in QUICK)) for case in CASES],
+)
+def test_a_mirror_is_its_owner_bit_by_bit(tmp_path: Path, nursery: Nursery, case: str) -> None:
+    flags, options, axes = CASES[case]
+    driver = drive_loop(
+        tmp_path,
+        nursery,
+        [],
+        iterations=ITERATIONS,
+        micro_batches=MICRO_BATCHES,
+        script=flagged_example(tmp_path, flags),
+        optimizer="mirrored",
+        **options,
+    )
+    folder = tmp_path / "digests"
+    folder.mkdir()
+    driver.patch = DIGEST.format(folder=str(folder)) + driver.patch
+    ranks = list(range(num_positions(axes)))
+    try:
+        driver.start(*ranks, axes=axes)
+        reports = driver.form(ranks, axes=axes)
+        driver.finish(ranks)
+    finally:
+        driver.close()
+    told = [
+        [json.loads(line) for line in (folder / str(rank)).read_text().splitlines()]
+        for rank in ranks
+    ]
+    each = 12 if {"bf16", "fp16"} & {*flags} else 8
+    for rank in ranks:
+        owner, mirrored = told[rank], told[mirror(axes, rank)]
+        assert len(owner) >= ITERATIONS
+        assert [own for own, _ in owner] == [kept for _, kept in mirrored], coordinates(axes, rank)
+        assert len({own for own, _ in owner}) > 1, "its shard changes"
+        assert reports[rank].mirrored_bytes == each * reports[rank].mirrored_params > 0
