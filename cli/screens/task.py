@@ -23,10 +23,6 @@ from .stragglers import alike_why, degraded_why, slow_nodes
 CURVE_COLUMNS = 60
 WHAT_COLUMNS = 36
 INDENT_COLUMNS = 11
-SHARDS = {
-    "sharded": "; each has its shard of the optimizer alone: to lose any sets back to a copy",
-    "mirrored": "; each shard of the optimizer is on two of them",
-}
 NORMAL_ITERATIONS_MIN = 5
 """The normal step time on a number of slots is the median of at least so many iterations."""
 SAME_RATIO = 1.05
@@ -403,14 +399,14 @@ def _copies(task: Plain, past: Plain, now_s: float) -> list[str]:
         live = (
             f"{fmt.number_of(num, 'live replica')}{of}, {there}: "
             f"{fmt.ranks(one['rank'] for one in holders)}"
-            f"{SHARDS.get(task['optimizer'], '') if num > 1 else ''}"
         )
     held = (
         fmt.labelled("published", published_in_words(task))
         if task["not_published"] or task["not_finite"]
         else []
     )
-    return fmt.labelled("copies", f"{live}; {disk}") + held
+    costs = fmt.labelled("if lost", f"a lost rank costs: {task['lost_rank']}")
+    return [*fmt.labelled("copies", f"{live}; {disk}"), *(costs if task["lost_rank"] else []), *held]
 
 
 def _stored_on(copy: Plain) -> str:

@@ -536,6 +536,9 @@ TaskView = TypedDict(
         "transition": Annotated[Plain, encoded(Transition)],
         "throughput": Annotated[Plain, encoded(ThroughputSet)] | None,
         "optimizer": str,
+        "lost_rank": Annotated[
+            str, Meta(description="What the loss of one rank costs; empty if it has no layout")
+        ],
         "modelled_layout": str,
         "micro_batches": int,
         "forward_calls": int,

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from ...events.spec.model import Axes
 from ...events.spec.parallelism import layout_in_words, layout_label, num_positions, part_in_words
 from ..decide.memory_checkpoints import (
     StoreAssignment,
@@ -26,6 +27,7 @@ from ..state.memory_checkpoints import whole_checkpoints
 from ..state.node import Node
 from ..state.task import Rank, Straggler, Task
 from ..throughput import table
+from ..throughput.lost_rank import lost_rank_costs
 from ..throughput.transition_cost import transition
 from .messages import TASKS_NUM_MAX
 from .needs import needs
@@ -292,6 +294,7 @@ def task_view(
         if task.throughput is not None
         else None,
         "optimizer": (spec.training.parallel.optimizer if spec.training is not None else "whole"),
+        "lost_rank": _lost_rank(task, len(living)),
         "modelled_layout": _planned_layout(task),
         "micro_batches": task.micro_batches,
         "forward_calls": task.forward_calls,
@@ -459,6 +462,19 @@ def _layout(task: Task, num_living: int) -> dict[str, Any]:
         "beside": len(task.members) - num_positions(axes),
         "replica_ranks": axes.tp * axes.pp,
     }
+
+
+def _lost_rank(task: Task, num_living: int) -> str:
+    """What the loss of one rank costs in the generation's layout, if it has living members."""
+    train = task.spec.training
+    if train is None or not num_living or not task.heals_in_memory:
+        return ""
+    return lost_rank_costs(
+        train,
+        task.axes or Axes(dp=len(task.members)),
+        mirrored_params=task.mirrored_params,
+        mirrored_bytes=task.mirrored_bytes,
+    )
 
 
 def _planned_layout(task: Task) -> str:

@@ -86,6 +86,8 @@ def reconfigured(
         rank.joined_iteration = max(body.step_version, task.max_iteration)
         rank.joined = task.generation
     task.settled = body.step_version
+    if rank.rank == task.members[0].rank:
+        task.mirrored_params, task.mirrored_bytes = body.mirrored_params, body.mirrored_bytes
     if body.damaged:
         task.damaged = body.damaged
     edits.update_unreachable_deadline(state, task)

@@ -402,6 +402,10 @@ class Task(Struct, kw_only=True):
     """The last generation that finished an iteration."""
     settled: int = 0
     """The step version that the last generation continues from."""
+    mirrored_params: int = 0
+    """The parameters in the optimizer shard that its first member steps for another; 0: none."""
+    mirrored_bytes: int = 0
+    """The bytes of that shard."""
     finished: list[int] = field(default_factory=list[int])
     num_outstanding: int = 0
     """Outstanding answers to orders (members.py, `outstanding`)."""

@@ -445,6 +445,10 @@ class Reconfigured(
     """Why newer checkpoints on disk were not read."""
     built_s: dict[str, float] = field(default_factory=dict[str, float])
     """Of the first member: the seconds in which each communicator was built, by its first role."""
+    mirrored_params: int = 0
+    """The parameters in the optimizer shard of another rank that this one steps too."""
+    mirrored_bytes: int = 0
+    """The bytes of that shard: its masters and moments."""
 
 
 class ReconfigureFailed(RankReport, frozen=True):

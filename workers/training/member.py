@@ -328,6 +328,7 @@ class Member:
             received_from=recovered.taken,
             damaged=recovered.damaged if place == 0 else "",
             built_s=built_s if place == 0 else {},
+            **self.recovery.next_model.mirrored_size(),
         )
 
     def _check_versions(self, claims: Sequence[Claim], order: Reconfigure, place: int) -> None:

@@ -109,6 +109,12 @@ class StateRecovery:
         """The model that this member trains."""
         return self._part.engine.trainee
 
+    @property
+    def next_model(self) -> TrainingModel:
+        """The model that this member trains once all members have their parts."""
+        staged = self._staged if self.is_staged_next else None
+        return staged or self._trainee
+
     # --- recovery into this member ---
     def recover(
         self, order: Reconfigure, place: int, claims: Sequence[Claim], settlement: Settlement
