@@ -175,6 +175,7 @@ PIPELINED = (
     "tp2pp2dp2",
     "tp2pp2dp2 zero1",
 )
+MIRRORING = ("mirrored", "tp2dp2 mirrored")
 SHARDED = ("zero1", "zero1 bf16", "mirrored", "tp2dp2 zero1", "tp2dp2 mirrored", "tp2pp2dp2 zero1")
 LAYOUTS = tuple(dict.fromkeys((*TENSORED, *PIPELINED, *SHARDED)))
 SPLIT_ANEW = tuple(
@@ -208,6 +209,7 @@ POINTS = (
     Point("some buckets whole, on some ranks", "partly", "bucket", bucket=2, only=("overlapped",)),
     Point("embedding gradients", event="embedding", victim=0, mate=1, only=PIPELINED),
     Point("layer-norm gradients", absent=PARTS),
+    Point("sending a shard to its mirror", event="mirror", only=MIRRORING),
     Point("reduction whole", "step", "reduced"),
     Point("entering the gate", "step", "gate", only=LAYOUTS),
     Point("through the gate", "step", "passed", only=LAYOUTS),
@@ -265,6 +267,7 @@ ZERO1 = {"parallel": {"optimizer": "sharded"}}
 MIRRORED = {"parallel": {"optimizer": "mirrored"}}
 DEEP = {"parallel": {"pipeline": [1, 2, 4]}, "model": {"num_layers": 4}}
 BOTH_ZERO1 = {"parallel": BOTH["parallel"] | {"optimizer": "sharded"}}
+BOTH_MIRRORED = {"parallel": BOTH["parallel"] | {"optimizer": "mirrored"}}
 TENSOR_ZERO1 = {"parallel": TENSOR["parallel"] | {"optimizer": "sharded"}}
 TENSOR_MIRRORED = {"parallel": TENSOR["parallel"] | {"optimizer": "mirrored"}}
 BF16 = {"precision": "bf16"}
@@ -347,17 +350,17 @@ LOOPS = (
     ),
     Variant(
         "loop: both overlaps",
-        ZERO1,
+        MIRRORED,
         flags=("bf16", "overlapped gather"),
-        points=(*AROUND, "join: newcomer takes state"),
+        points=(*AROUND, "sending a shard to its mirror", "join: newcomer takes state"),
     ),
     Variant(
         "loop: usual flags",
-        BOTH_ZERO1,
+        BOTH_MIRRORED,
         Axes(tp=2, pp=2, dp=2),
         {7: Axes(tp=2, pp=2)},
         ("bf16", "overlapped gather", "sequence parallel", "recompute"),
-        (*AROUND, "join: newcomer takes state"),
+        (*AROUND, "sending a shard to its mirror", "join: newcomer takes state"),
     ),
 )
 """Custom loops. Per-token loss is that of all but one. Both overlaps need the sharded optimizer."""

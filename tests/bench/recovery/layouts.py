@@ -45,7 +45,9 @@ CASES = {
     # A rollback loads a copy; the copy is as old as the checkpoints of the peers that roll back.
     "zero1_sigkill": {
         "unicron_mirrored": Kind({"optimizer": "mirrored"}, 4),
-        "unicron_sharded": Kind({"optimizer": "sharded"}, 4, "1M", SAVE_EVERY_NUM),
+        "unicron_sharded": Kind(
+            {"optimizer": "sharded", "mirror": "never"}, 4, "1M", SAVE_EVERY_NUM
+        ),
     },
 }
 """All kinds of a case have one size."""
