@@ -405,8 +405,10 @@ def _copies(task: Plain, past: Plain, now_s: float) -> list[str]:
         if task["not_published"] or task["not_finite"]
         else []
     )
-    costs = fmt.labelled("if lost", f"a lost rank costs: {task['lost_rank']}")
-    return [*fmt.labelled("copies", f"{live}; {disk}"), *(costs if task["lost_rank"] else []), *held]
+    lines = fmt.labelled("copies", f"{live}; {disk}")
+    if task["lost_rank"]:
+        lines += fmt.labelled("if lost", f"a lost rank costs: {task['lost_rank']}")
+    return lines + held
 
 
 def _stored_on(copy: Plain) -> str:

@@ -537,7 +537,10 @@ TaskView = TypedDict(
         "throughput": Annotated[Plain, encoded(ThroughputSet)] | None,
         "optimizer": str,
         "lost_rank": Annotated[
-            str, Meta(description="What the loss of one rank costs; empty if it has no layout")
+            str,
+            Meta(
+                description="What the loss of one rank costs; empty if each replica has all state"
+            ),
         ],
         "modelled_layout": str,
         "micro_batches": int,

@@ -190,15 +190,13 @@ def _limit(train: Loop, model: MegatronModel, axes: Axes) -> str:
 
 
 def _lost_rank(train: Train | Loop, axes: Axes, needs: Memory | None) -> tuple[str, ...]:
-    """What the loss of one rank costs; nothing if each replica has the whole state."""
-    if axes.dp > 1 and train.parallel.optimizer == "whole":
-        return ()
+    """What the loss of one rank costs, if that is to be said."""
     mirrored_bytes = needs.optimizer / 2 if needs is not None else 0.0
     each = OPTIMIZER_BYTES[train.precision if isinstance(train, Train) else "bf16"]
     costs = lost_rank_costs(
         train, axes, mirrored_params=mirrored_bytes / each, mirrored_bytes=mirrored_bytes
     )
-    return (f"a lost rank costs {costs}",)
+    return (f"a lost rank costs {costs}",) if costs else ()
 
 
 def shown(counts: Sequence[int]) -> Iterator[int]:

@@ -8,10 +8,11 @@ from ...events.words import number_of, scaled
 def lost_rank_costs(
     train: Train | Loop, axes: Axes, *, mirrored_params: float = 0, mirrored_bytes: float = 0
 ) -> str:
-    """The iterations that a lost rank costs in this layout, and why. `mirrored_params`,
-    `mirrored_bytes`: of the shard that each rank mirrors; 0: not known."""
+    """The iterations that a lost rank costs in this layout, and why; empty if each replica has the
+    whole state. `mirrored_params`, `mirrored_bytes`: of the shard that each rank mirrors; 0: not
+    known."""
     if axes.dp > 1 and train.parallel.optimizer == "whole":
-        return "nothing; another replica has the same state"
+        return ""
     if axes.dp > 1 and train.parallel.optimizer == "mirrored":
         size = (
             f": {round(mirrored_bytes / mirrored_params)} bytes a parameter, "

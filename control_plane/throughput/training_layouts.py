@@ -96,11 +96,7 @@ def with_mirrors(job: JobSpec) -> JobSpec:
     """The job with a mirror of each optimizer shard, if it has shards, permits mirrors, and every
     number of slots has the same layout with them: memory for them."""
     train = job.training
-    if (
-        train is None
-        or train.parallel.optimizer != "sharded"
-        or train.parallel.mirror == "never"
-    ):
+    if train is None or train.parallel.optimizer != "sharded" or train.parallel.mirror == "never":
         return job
     twice = replace(train, parallel=replace(train.parallel, optimizer="mirrored"))
     if any(layout_of(twice, num) != layout_of(train, num) for num in job.slots.counts):

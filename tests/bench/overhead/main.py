@@ -76,8 +76,8 @@ not: it stays as long as the processes. So a value is the median of one launch o
 The interval of the median of all launches is exact for any distribution of noise (sign test,
 95 %). Not in it: time that a GPU would idle, for which tests/workers/training/test_host_reads.py
 counts the waits of the host.
-In `sharded` both halves have Megatron's distributed optimizer; in `sharded_kept` each rank of Unicron
-also keeps the shard of another.
+In `sharded` both halves have Megatron's distributed optimizer; in `sharded_kept` each rank of
+Unicron also keeps the shard of another.
 In the cases `counted_...` both halves of a pair are iterations of Unicron's loop; in the second one
 nothing counts what the rank enters in its groups. Megatron's loop is never counted."""
 MEASURE = """

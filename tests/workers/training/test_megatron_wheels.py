@@ -13,8 +13,6 @@ from megatron_wheel import NotFetched, unpacked
 from nursery import Nursery
 from rank_driver import Driver, small_spec
 from rank_twin import Twin
-from unicron.events.records import reports as r
-from unicron.events.records.statuses import WRONG_INPUT
 from unicron.events.spec.model import Axes
 
 VERSION = "0.15.3"
@@ -109,9 +107,7 @@ def test_an_order_before_the_last_backward_leaves_no_counts(tmp_path: Path, olde
 
 
 def test_with_mirrors_a_lost_shard_costs_no_iteration(tmp_path: Path, older: Nursery) -> None:
-    spec = small_spec(
-        tmp_path / "out", iterations=ITERATIONS, parallel={"optimizer": "mirrored"}
-    )
+    spec = small_spec(tmp_path / "out", iterations=ITERATIONS, parallel={"optimizer": "mirrored"})
     with closing(Driver(spec, tmp_path, older)) as driver:
         twin = Twin(spec, tmp_path / "twin", older, num_orders=2)
         driver.start(0, 1, 2, axes=Axes(dp=3))

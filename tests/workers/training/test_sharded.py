@@ -134,9 +134,7 @@ def test_without_a_checkpoint_training_restarts_from_the_seed(drive: Drive, twin
 MIRRORED = {"optimizer": "mirrored"}
 
 
-@pytest.mark.parametrize(
-    ("precision", "event"), pairs(("step_mid", "gather"), (*EVENTS, "mirror"))
-)
+@pytest.mark.parametrize(("precision", "event"), pairs(("step_mid", "gather"), (*EVENTS, "mirror")))
 def test_with_mirrors_a_lost_shard_costs_no_iteration(
     drive: Drive, twin: Twins, precision: str, event: str
 ) -> None:

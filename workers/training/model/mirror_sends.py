@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..communicators.operations import Operations, Works
+from ..communicators.operations import Operations, Role, Works
 from .engine import Watch
 from .random_draws import LAYER
 from .trainee import TrainingModel
 
-_ROLE = "dp_cp"
+_ROLE: Role = "dp_cp"
 
 
 class _Launched(NamedTuple):
@@ -107,9 +107,10 @@ class MirrorSends:
         received = [torch.cat(previous)] if previous else []
         for work in operations.start_ring(sent, received, _ROLE):
             work.wait()
-        sizes = [part.numel() for part in previous]
-        for part, values in zip(previous, received[0].split(sizes) if received else (), strict=True):
-            part.copy_(values)
+        begin = 0
+        for part in previous:
+            part.copy_(received[0][begin : begin + part.numel()])
+            begin += part.numel()
 
     def _late_parts(self, at: int) -> Iterator[Tensor]:
         """What a replica adds up, in the shards of the data-parallel member `at`."""
