@@ -118,7 +118,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any], Axes, Axes, str]] = {
     ),
 }
 """Flags, keys of the job file, an undisturbed layout, and one in which a rank dies at an event."""
-QUICK = ("sharded", "mirrored")
+QUICK = ("sharded",)
 STOCK_RATIO = 2.0**-16
 """What rounding explains after five iterations, of losses, parameters and moments: 8 x 8 roundings
 of a sum in fp32 (test_bitwise_witness.py), fourfold by the step of Adam."""

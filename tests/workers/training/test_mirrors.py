@@ -56,7 +56,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any], Axes]] = {
     ),
     "bitwise": (("overlapped gather",), {"reproducible": "bitwise"}, Axes(dp=2)),
 }
-QUICK = ("both overlaps", "tensor parallel")
+QUICK = ("tensor parallel",)
 
 
 @pytest.mark.parametrize(
