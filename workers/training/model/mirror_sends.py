@@ -1,12 +1,12 @@
 """Sends a member's shard of the reduced gradients to the next one, which mirrors it, and receives.
 
-A received shard is written where a reduction of all gradients would have put it. In an overlapped
-reduction a bucket's shard leaves as soon as the bucket is reduced, during the last backward. What
+A received shard is written where a reduction of all gradients would have put it. On a GPU, in an
+overlapped reduction, a bucket's shard leaves behind its reduction, during the last backward. What
 the members of a replica add up among them afterwards leaves once more at the end.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +19,6 @@ from .trainee import TrainingModel
 _ROLE: Role = "dp_cp"
 
 
-class _Launched(NamedTuple):
-    """A bucket group whose reduction is launched, and whose shards have not left."""
-
-    group: Any
-    works: Works
-
-
 class MirrorSends:
     """The sends of one model's buckets; nothing if it has no mirror. All data-parallel members call
     the same methods in the same order."""
@@ -34,7 +27,6 @@ class MirrorSends:
         self._groups = groups if trainee.mirror is not None else ()
         self._at, self._num = trainee.at.dp, trainee.axes.dp
         self._device = trainee.device
-        self._launched: list[_Launched] = []
         self._num_left = 0
         """The bucket groups whose shards have left before the end."""
         self._late: dict[int, list[slice]] = {}
@@ -58,23 +50,21 @@ class MirrorSends:
                     ]
 
     def launched(self, group: Any, works: Works, operations: Operations) -> Works:
-        """The reduction of this bucket group is launched. Start to send the shards of those that
-        are reduced, in order. On a GPU each follows its reduction in the stream."""
-        if not self._groups:
+        """The reduction of this bucket group is launched, the next in order: start to send its
+        shards, if that may be done before the end."""
+        if not self._groups or not self.follow(works):
             return []
-        self._launched.append(_Launched(group, works))
-        started: Works = []
-        while self._launched and (
-            self._device.type == "cuda"
-            or all(work.is_completed() for work in self._launched[0].works)
-        ):
-            started += self._start([self._launched.pop(0).group], operations)
-            self._num_left += 1
-        return started
+        self._num_left += 1
+        return self._start([group], operations)
+
+    def follow(self, works: Works) -> bool:
+        """Whether a send that is started now reads the results of these reductions. On a GPU the
+        stream keeps the order. gloo writes them only when the host waits for the reduction."""
+        return self._device.type == "cuda"
 
     def reset(self) -> None:
         """The reduction has failed."""
-        self._launched, self._num_left = [], 0
+        self._num_left = 0
 
     def finish(self, operations: Operations, watch: Watch, *, is_overlapped: bool) -> None:
         """The reduction is complete: send the shards that have not left, and wait. `is_overlapped`:
