@@ -2,7 +2,8 @@
 
 A received shard is written where a reduction of all gradients would have put it. On a GPU, in an
 overlapped reduction, a bucket's shard leaves behind its reduction, during the last backward. What
-the members of a replica add up among them afterwards leaves once more at the end.
+the members of a replica add up among them afterwards leaves once more at the end: the mirror's
+replica adds it up too, but may round otherwise.
 """
 
 from collections.abc import Iterator, Sequence
