@@ -262,6 +262,7 @@ def task_view(
     """One task of the view, also one that has left the state."""
     spec, waits = task.spec, waits or WaitExplanation(why=task.why, needs="")
     living, (stands, stands_since_s) = task.living_members(), _stalled(state, task)
+    copies = _copies(state, task)
     return {
         "id": task.id,
         "name": spec.name,
@@ -294,7 +295,7 @@ def task_view(
         if task.throughput is not None
         else None,
         "optimizer": (spec.training.parallel.optimizer if spec.training is not None else "whole"),
-        "lost_rank": _lost_rank(task, len(living)),
+        "lost_rank": _lost_rank(task, len(living), is_copied=not copies["no_copies"]),
         "modelled_layout": _planned_layout(task),
         "micro_batches": task.micro_batches,
         "forward_calls": task.forward_calls,
@@ -319,7 +320,7 @@ def task_view(
         "reproducible": spec.training.reproducible if spec.training is not None else "rounding",
         "refused_starts": _refused_starts(task),
         **_checkpoints(task),
-        **_copies(state, task),
+        **copies,
         "copy_every": spec.training.copy_every if spec.training is not None else 0,
         "kept_sum": spec.training is None or spec.training.kept_sum,
         "ranks": [_rank(task, task.ranks[key]) for key in sorted(task.ranks)],
@@ -464,7 +465,7 @@ def _layout(task: Task, num_living: int) -> dict[str, Any]:
     }
 
 
-def _lost_rank(task: Task, num_living: int) -> str:
+def _lost_rank(task: Task, num_living: int, *, is_copied: bool) -> str:
     """What the loss of one rank costs in the generation's layout, if it has living members."""
     train = task.spec.training
     if train is None or not num_living or not task.heals_in_memory:
@@ -474,6 +475,7 @@ def _lost_rank(task: Task, num_living: int) -> str:
         task.axes or Axes(dp=len(task.members)),
         mirrored_params=task.mirrored_params,
         mirrored_bytes=task.mirrored_bytes,
+        is_copied=is_copied,
     )
 
 

@@ -6,11 +6,16 @@ from ...events.words import number_of, scaled
 
 
 def lost_rank_costs(
-    train: Train | Loop, axes: Axes, *, mirrored_params: float = 0, mirrored_bytes: float = 0
+    train: Train | Loop,
+    axes: Axes,
+    *,
+    mirrored_params: float = 0,
+    mirrored_bytes: float = 0,
+    is_copied: bool = True,
 ) -> str:
     """The iterations that a lost rank costs in this layout, and why; empty if each replica has the
     whole state. `mirrored_params`, `mirrored_bytes`: of the shard that each rank mirrors; 0: not
-    known."""
+    known. `is_copied`: its in-memory checkpoints have stores."""
     if axes.dp > 1 and train.parallel.optimizer == "whole":
         return ""
     if axes.dp > 1 and train.parallel.optimizer == "mirrored":
@@ -22,7 +27,7 @@ def lost_rank_costs(
         )
         return f"nothing; kept on a peer{size}"
     why = "there is no second replica" if axes.dp == 1 else "each rank has a shard of its own"
-    if train.copy_every:
+    if train.copy_every and is_copied:
         return f"up to {number_of(train.copy_every, 'iteration')}; {why}"
     since = " since the last checkpoint" if train.checkpoint_every else ""
     return f"all iterations{since}; {why}"

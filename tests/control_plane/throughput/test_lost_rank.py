@@ -76,6 +76,8 @@ def test_what_a_lost_rank_costs(
     )
     size = {"mirrored_params": 68_000_000, "mirrored_bytes": 12 * 68_000_000}
     assert lost_rank_costs(loop, axes, **size) == words
+    without = lost_rank_costs(loop, axes, **size, is_copied=False)
+    assert without == words.replace("up to 10 iterations", "all iterations")
 
 
 def test_a_sharded_job_is_submitted_with_mirrors_if_they_fit() -> None:

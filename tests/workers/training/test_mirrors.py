@@ -79,6 +79,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any], Axes]] = {
         Axes(pp=2, dp=2),
     ),
     "both overlaps, at once": (("bf16", "overlapped gather"), {}, Axes(dp=3)),
+    "experts": (("overlapped gather",), {}, Axes(dp=2)),
     "bitwise": (("overlapped gather",), {"reproducible": "bitwise"}, Axes(dp=2)),
 }
 QUICK = ("tensor parallel", "tensor parallel, at once")
@@ -93,7 +94,7 @@ def test_a_mirror_is_its_owner_bit_by_bit(tmp_path: Path, nursery: Nursery, case
     driver = drive_loop(
         tmp_path,
         nursery,
-        [],
+        ["--experts"] if case == "experts" else [],
         iterations=ITERATIONS,
         micro_batches=MICRO_BATCHES,
         script=flagged_example(tmp_path, flags),
