@@ -45,7 +45,7 @@ def noted(self):
 Iteration.run = noted
 """
 AT_ONCE = """
-from unicron.workers.training.model.mirror_sends import MirrorSends
+from unicron.workers.training.model.megatron_mirrors import MirrorSends
 
 def follow(self, works):
     for work in works:

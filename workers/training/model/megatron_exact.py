@@ -16,8 +16,8 @@ from ..dependencies.private_megatron import set_gathered
 from .engine import Watch
 from .exact_sum import ExactSum, largest
 from .megatron_gradients import Buckets
+from .megatron_mirrors import MirrorSends
 from .megatron_step import is_first_holder
-from .mirror_sends import MirrorSends
 from .optimizers import ranges
 from .step_barrier import SQUARE_BITS, UNIT_BITS, ExactBarrier, limbs_of, square_sums
 from .trainee import TrainingModel

@@ -13,7 +13,7 @@ from ..communicators.operations import Operations, Works
 from ..dependencies import private_megatron
 from .engine import Watch
 from .megatron_hooks import PhaseHooks
-from .mirror_sends import MirrorSends
+from .megatron_mirrors import MirrorSends
 from .trainee import TrainingModel
 
 # --- Backup of the local gradients while Megatron reduces its buffers in place ---
