@@ -12,6 +12,7 @@ from ...events.spec.model import Axes
 from ..fold.pauses import pause_name
 from ..incidents.lifecycle import NUM_STOPS_MAX
 from ..placement.usable_slots import reads
+from ..state import limits
 from ..state.cluster import ClusterState, allocatable_slots
 from ..state.task import Rank, Task
 from ..throughput import table
@@ -61,6 +62,8 @@ def start_rank(
         has_begun=task.generation > 0,
         first_iteration_s_max=state.policy.first_iteration_s_max,
         local_slots=_local_slots(task, seat),
+        tell_s=limits.of(state.policy, "start_s_max").tell_s,
+        restore_s_max=limits.restore_s_max(state.policy),
     )
 
 

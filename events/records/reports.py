@@ -706,6 +706,33 @@ class RankUnstalled(RankReport, frozen=True):
     stalled_s: float
 
 
+class RankWorked(RankReport, frozen=True):
+    """A rank for which its task waits has moved something, or computes: its time limit begins anew.
+
+    A rank is waited for while it starts, comes up in a generation or leaves one. Its agent says it
+    once in a third of the limit at most, and only if that lasts as long.
+    """
+
+    generation: int
+    """The newest one in which the rank has trained; 0: none."""
+    what: str
+    """What it does, as in `reads its checkpoint`; "": it does not say."""
+    unit: str
+    """What `done` counts: `B` for bytes, or a noun in the plural; "": nothing is counted."""
+    done: int
+    """How much of it is done."""
+    total: int
+    """Of how much; 0: unknown."""
+    moved_bytes: int
+    """What the process and its descendants have read and written since they were waited for."""
+    idle_s: float
+    """How long ago it was last seen to move anything: bytes, or `done`."""
+    computes: bool = False
+    """It has moved nothing since the last report, and computes. That counts for `silent_s_max`."""
+    is_storage: bool = False
+    """It reads or writes a checkpoint: its storage may stand still for `storage_s_max`."""
+
+
 class StepTimeChanged(RankReport, frozen=True):
     """The step time of the rank: reported when first known, and after a lasting change.
 
