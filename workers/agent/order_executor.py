@@ -182,11 +182,9 @@ class OrderExecutor:
                     # Its StartRank was withdrawn before it could arrive, or the rank has exited.
                     self._refuse(record.seq, "there is no such rank")
             case orders.Quiesce() as order:
-                self._forward(
-                    record,
-                    store_keys,
-                    [rank for rank in self._of(order.task) if rank.order.rank in order.ranks],
-                )
+                ranks = [rank for rank in self._of(order.task) if rank.order.rank in order.ranks]
+                self._expect(ranks, order.tell_s)
+                self._forward(record, store_keys, ranks)
             case orders.Reconfigure() as order:
                 members = {(m.rank, m.attempt) for m in order.members if m.node == self._node.name}
                 ranks = [
@@ -197,6 +195,7 @@ class OrderExecutor:
                 for rank in ranks:
                     rank.note.generation = max(rank.note.generation, order.generation)
                     self._journal.note(*self._note(rank))
+                self._expect(ranks, order.tell_s)
                 self._forward(record, store_keys, ranks)
             case orders.Resume() | orders.SetCheckpointStores() as order:
                 self._forward(
@@ -302,6 +301,10 @@ class OrderExecutor:
         task = self._group.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _expect(self, ranks: list[RankAttempt], tell_s: float) -> None:
+        for rank in ranks:
+            self.watch.expect(rank.key, tell_s)
 
     def _of(self, task: int) -> list[RankAttempt]:
         return [rank for rank in self._ranks.values() if rank.order.task == task]
@@ -479,7 +482,9 @@ class OrderExecutor:
         """Monitor a process that runs."""
         order, note = rank.order, rank.note
         rank.process, rank.pipe = process, pipe
-        self.watch.begin(order, page, process.pid, is_stalled=note.is_stalled)
+        self.watch.begin(
+            order, page, process.pid, is_stalled=note.is_stalled, is_adopted=rank.is_adopted
+        )
         rank.memory = self._exit_reporter.watch(process.pid)
         if order.spec.command and not (note.is_ready or note.fault):
             self.readers.begin(
