@@ -20,6 +20,7 @@ from ...events.spec.parallelism import coordinates, layout_in_words, num_positio
 from ..diagnosis.classifier import classify
 from ..host import output_owner
 from ..ipc.progress_page import EVALUATE, OUTSIDE_CODE, ProgressWriter
+from ..ipc.work_row import WorkCount
 from .checkpoint import checkpoint, memory_checkpoint
 from .checkpoint.final_save import save_at_end
 from .checkpoint.memory_checkpoint import StoreOrder
@@ -124,9 +125,8 @@ class Member:
         begins = start.attempt == 1 and not start.checkpoint
         with self.communicators.without_peers(axes, place) as roots:
             self.trace.note("build", 0, NO_STATE)
-            trainee = with_shards(
-                work.build(device, self.communicators.groups, axes, place, begins=begins)
-            )
+            groups = self.communicators.groups
+            trainee = with_shards(work.build(device, groups, axes, place, begins=begins))
             self.size = work.whole_size(trainee, self.communicators.alone())
             roots += trainee.roots
         self.history = History()
@@ -142,6 +142,7 @@ class Member:
             control.store_keys,
             begins=begins,
             note=self._note,
+            count=WorkCount(pulse.work, goes_on=lambda: not self.communicators.woken),
         )
         self.copier = memory_checkpoint.MemorySaver(
             start,
@@ -292,9 +293,10 @@ class Member:
         self._note("settle")
         settlement = settle(claims, self.train.num_micro_batches, self.axes)
         share = settlement.shares[place]
-        with self.communicators.borrow_groups():
-            self.iteration.part.finish_step(settlement, share)
-        recovered = self.recovery.recover(order, place, claims, settlement)
+        with self.communicators.settling():
+            with self.communicators.borrow_groups():
+                self.iteration.part.finish_step(settlement, share)
+            recovered = self.recovery.recover(order, place, claims, settlement)
         step_version = self.settled = recovered.step_version
         if step_version >= self.train.iterations:
             share = MemberAssignment(kept=(), todo=(), reassigned=())
@@ -590,6 +592,7 @@ class Member:
             self.start,
             tell=self.control.tell,
             note=self.trace.note,
+            count=WorkCount(self.pulse.work),
         )
 
     def _own_saver(self) -> Saver:

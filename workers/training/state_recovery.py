@@ -20,9 +20,11 @@ from ...events.errors import UsageError
 from ...events.log.identity import StoreKeys
 from ...events.records.orders import Reconfigure, StartRank
 from ...events.records.types import Origin, ReceivedState
+from ...events.spec.job import Train
 from ...events.spec.model import Axes
 from ...events.spec.parallelism import num_positions
 from ..checkpoint_store.protocol import TransferError
+from ..ipc.work_row import WorkCount
 from .checkpoint import checkpoint, memory_restore
 from .checkpoint.memory_restore import Fetched, Stores
 from .communicators.communicators import Communicators
@@ -89,8 +91,11 @@ class StateRecovery:
         *,
         begins: bool,
         note: Callable[[Event], None],
+        count: WorkCount,
     ) -> None:
-        self._start, self._work, self._train = start, work, work.train
+        """`count`: of what it moves and builds, until the generation is interrupted."""
+        self._count = count
+        self._start, self._work = start, work
         self._beginning = _beginning_of(start, work)
         self._communicators, self._part = communicators, part
         self._store_keys, self._note = store_keys, note
@@ -103,6 +108,10 @@ class StateRecovery:
         """Whether the model no longer has the initial state from the seed, or never had it."""
         self._begun: TrainingModel | None = None
         """The model that the workload has set to the state of the first iteration."""
+
+    @property
+    def _train(self) -> Train:
+        return self._work.train
 
     @property
     def _trainee(self) -> TrainingModel:
@@ -218,9 +227,12 @@ class StateRecovery:
             self._communicators.discard_handles()
             mine.release()
         self._note("build")
-        trainee = with_shards(
-            self._work.build(mine.device, self._communicators.groups, axes, place, begins=begins)
-        )
+        with self._count.of("builds its model", unit=""):
+            trainee = with_shards(
+                self._work.build(
+                    mine.device, self._communicators.groups, axes, place, begins=begins
+                )
+            )
         trainee.release_gradients()
         if is_worthless:
             part.set_model(MegatronEngine(trainee))
@@ -275,7 +287,7 @@ class StateRecovery:
                 nodes=[member.node for member in order.members],
                 staged=not in_place,
                 note=self._note,
-                goes_on=lambda: not self._communicators.woken,
+                count=self._count,
             )
         except Missing as missing:
             # Every member raises this: its peers have excluded the last holder of some part.
@@ -446,7 +458,7 @@ class StateRecovery:
             if has_place:
                 assert self._beginning is not None
                 self._is_overwritten = True
-                self._beginning.read(trainee, stored, self._part.history)
+                self._beginning.read(trainee, stored, self._part.history, self._count)
             return b""
 
         self._together(read)
@@ -465,7 +477,7 @@ class StateRecovery:
             self._is_overwritten = True
             folder = checkpoint.folder_of(order.output or self._train.output, path)
             try:
-                version = checkpoint.load(folder, trainee, self._part.history)
+                version = checkpoint.load(folder, trainee, self._part.history, self._count)
             except checkpoint.DamagedCheckpoint as error:
                 return b"!" + str(error).encode()
             return str(version).encode()
@@ -509,6 +521,8 @@ class StateRecovery:
             self._store_keys,
             lambda: self._communicators.woken,
             self._communicators.ending,
+            silent_s_max=order.restore_s_max,
+            count=self._count,
         )
         shares = memory_restore.gather_shares(
             self._communicators.rounds, stores.shares(place, len(order.members))
@@ -538,7 +552,8 @@ class StateRecovery:
 
     def _begin(self, trainee: TrainingModel, axes: Axes, place: int) -> None:
         if trainee is not self._begun and place < num_positions(axes):
-            self._work.begin(trainee, part_builder(self._work, self._communicators, trainee.device))
+            build_part = part_builder(self._work, self._communicators, trainee.device)
+            self._work.begin(trainee, build_part, self._count)
             self._begun = trainee
 
 

@@ -660,13 +660,10 @@ def test_stores_that_do_not_answer_are_asked_once_at_the_same_time(
     assert silent.num_asked() == [0, 1, 0], "each store is asked by one of the members"
 
 
-def test_no_store_is_asked_after_the_limit_or_the_next_order(
-    silent: SilentStores, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_store_is_asked_after_the_limit_or_the_next_order(silent: SilentStores) -> None:
     stores = memory_restore.Stores(TASK, silent.copies(), KEYS, lambda: True)
     assert stores.shares(0, 1) == []
-    monkeypatch.setattr(memory_restore, "RESTORE_S_MAX", 0.0)
-    stores = memory_restore.Stores(TASK, silent.copies(), KEYS, lambda: False)
+    stores = memory_restore.Stores(TASK, silent.copies(), KEYS, lambda: False, silent_s_max=0.0)
     assert stores.shares(0, 1) == []
     assert silent.num_asked() == [0, 0, 0]
 

@@ -66,7 +66,11 @@ class RestartMemory:
         `after`. Sets the random generators too. None: the log says why, unless this is the first
         start. `meshes`: as in `decode`."""
         stores = Stores(
-            self._start.task, self._start.copies, self._control.store_keys, lambda: False
+            self._start.task,
+            self._start.copies,
+            self._control.store_keys,
+            lambda: False,
+            silent_s_max=self._start.restore_s_max,
         )
         mine = _Found(self._start.attempt, after, stores.shares(self._place, self._num))
         all_found = [mine]

@@ -103,6 +103,9 @@ def _abort(group: Any, met: threading.Event) -> None:
 
 COLLECTIVE_S_MAX = 1800.0
 """Timeout of a collective. It covers the slowest member and the wait for the next order."""
+SETTLE_S_MAX = 30 * 86400.0
+"""The same while members recover their states: the control plane ends this wait when nothing moves
+any more, however long that takes."""
 CONNECT_S_MAX = 1.0
 """Timeout of one attempt to connect to a store."""
 REACH_S = 0.05
@@ -257,8 +260,7 @@ class Communicators:
                 "cannot be told from others",
                 f"{install('train')} brings a torch that does",
             )
-        private_torch.set_timeout(COLLECTIVE_S_MAX)
-        messages.wait_up_to(COLLECTIVE_S_MAX if self.backend == "gloo" else None)
+        self._limit_collectives(COLLECTIVE_S_MAX)
         groups = {"world": dist.group.WORLD, **process_groups.by_role(self.groups)}
         counting.begin(groups)
         if self.backend == "nccl":
@@ -298,6 +300,18 @@ class Communicators:
             return self.rounds.store
         self._naming_store = sockets.NamingStore(self.rounds.store, self._ends)
         return self._naming_store
+
+    @contextmanager
+    def settling(self) -> Generator[None]:
+        """Within this context the members recover their states: collectives of the world wait for
+        the slowest one of them."""
+        self._limit_collectives(SETTLE_S_MAX)
+        yield
+        self._limit_collectives(COLLECTIVE_S_MAX)  # unless an error has ended the generation
+
+    def _limit_collectives(self, timeout_s: float) -> None:
+        private_torch.set_timeout(timeout_s)
+        messages.wait_up_to(timeout_s if self.backend == "gloo" else None)
 
     def bind(self) -> None:
         """Put the new groups into the slots that `down` emptied. The model must be for the same

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ....events.decoding import from_msgpack
 from ....events.spec.parallelism import coordinates
+from ...ipc.work_row import UNCOUNTED, WorkCount
 from ..model import training_state
 from .peers import World, tensor_of
 from .regions import State, cut
@@ -341,14 +342,14 @@ def exchange(
     nodes: Sequence[str],
     staged: bool,
     note: Note = lambda event: None,
-    goes_on: Callable[[], bool] = lambda: True,
+    count: WorkCount = UNCOUNTED,
 ) -> ExchangeResult:
     """Fill `want` with the state after `step_version` steps from the members at the places `held`.
 
     All members call it, each with its shards and its `numbers` (None: it has no valid state).
     `held`: the parts that the holders have, by place; `seat`: the part that this member wants.
     `staged`: `want` is the active state; it changes only in `activate`, for which the data takes
-    more memory. `goes_on` is called after each wait: it returns False if the exchange is obsolete.
+    more memory. `count`: as in `transfer`; it ends an exchange that is obsolete.
     Raises RuntimeError; Missing, on all members, if the holders lack a part.
     """
     encoded = b"" if numbers is None else msgspec.msgpack.encode(numbers)
@@ -383,7 +384,7 @@ def exchange(
             note("give")
         if side.take:
             note("receive")
-        bad = transfer(side.give, side.take, goes_on)
+        bad = transfer(side.give, side.take, count)
         if peers.all(not bad):
             break
         planner.exclude(
