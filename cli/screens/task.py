@@ -14,6 +14,7 @@ from ...control_plane.api.needs import (
     trouble_of_save,
     unsaved,
 )
+from ...events.records.in_words import work_in_words
 from ..terminal import format as fmt
 from ..terminal.format import Plain
 from . import incident
@@ -100,6 +101,7 @@ def task_status(
         )
         lines += _dumps(task, view)
     lines += _stacks(task, view)
+    lines += _works(task, now_s)
     lines += _failing(task, now_s)
     lines += _reasons(task, view["cluster"], option)
     lines += fmt.labelled("next", _next(task, view, option))
@@ -129,6 +131,23 @@ def task_status(
     if task["output"]:
         lines += fmt.labelled("output", task["output"])
     return [*lines, *_ranks(task["ranks"]), *_incidents(past)]
+
+
+def _works(task: Plain, now_s: float) -> list[str]:
+    """What its ranks do while it waits for them, and how long that still takes."""
+    lines: list[str] = []
+    for work in task["works"]:
+        done = work["done"], work["total"], work["unit"], work["moved_bytes"]
+        words = f"{fmt.ranks(work['ranks'])}: {work_in_words(work['what'], *done)}"
+        if work["ends_s"] is not None and work["done"] < work["total"]:
+            words += f", {fmt.span(max(work['ends_s'] - now_s, 0.0))} left"
+        words += ", computing" if work["computes"] else ""
+        idle_s = now_s - work["moved_s"]
+        if idle_s >= work["limit_s"] / 2:
+            limit = f"{work['limit']}: {fmt.span(work['limit_s'])}"
+            words += f"; nothing moved for {fmt.span(idle_s)} ({limit})"
+        lines += fmt.labelled("works", words)
+    return lines
 
 
 def _failing(task: Plain, now_s: float) -> list[str]:

@@ -17,15 +17,18 @@ from ..decide.memory_checkpoints import (
 from ..fold.hangs import stalled_command
 from ..fold.node_health import RECOVERED_S, recovery_s
 from ..fold.pauses import pause_name
+from ..fold.work import waited_for
 from ..incidents.hangs import locate_hang
 from ..incidents.stragglers import LASTS_S, at_fault, slowdown, uniform_slowdown
 from ..planner.pending import WaitExplanation, explain_waiting
 from ..planner.problem_of_state import input_digest
+from ..state import limits
 from ..state.cluster import DECIDER_VERSION, WORK_SPAN_S, ClusterState, state_hash
+from ..state.limits import Limit
 from ..state.members import position_of
 from ..state.memory_checkpoints import whole_checkpoints
 from ..state.node import Node
-from ..state.task import Rank, Straggler, Task
+from ..state.task import Rank, Straggler, Task, Work
 from ..throughput import table
 from ..throughput.lost_rank import lost_rank_costs
 from ..throughput.transition_cost import transition
@@ -323,6 +326,7 @@ def task_view(
         **copies,
         "copy_every": spec.training.copy_every if spec.training is not None else 0,
         "kept_sum": spec.training is None or spec.training.kept_sum,
+        "works": _works(state, task),
         "ranks": [_rank(task, task.ranks[key]) for key in sorted(task.ranks)],
     }
 
@@ -540,6 +544,43 @@ def _rank(task: Task, rank: Rank) -> dict[str, Any]:
         "ordered_s": rank.ordered_s,
         "has_state": rank.has_state,
         "part": _part(task, rank),
+    }
+
+
+def _works(state: ClusterState, task: Task) -> list[dict[str, Any]]:
+    """What its ranks do while it waits for them, those that do the same together, and the limit
+    that acts if nothing moves."""
+    alike: dict[tuple[str, str, Limit], list[tuple[int, Work]]] = {}
+    for number in sorted(task.ranks):
+        rank = task.ranks[number]
+        waited = waited_for(state, task, rank) if rank.work is not None else None
+        if rank.work is not None and waited is not None:
+            limit = limits.of_work(state.policy, waited[1], rank.work)
+            key = (rank.work.what, rank.work.unit, limit)
+            alike.setdefault(key, []).append((number, rank.work))
+    return [
+        {
+            "ranks": [number for number, _ in works],
+            "what": what,
+            "unit": unit,
+            **_sum_of([work for _, work in works]),
+            "limit": limit.field,
+            "limit_s": limit.s,
+        }
+        for (what, unit, limit), works in alike.items()
+    ]
+
+
+def _sum_of(works: list[Work]) -> dict[str, Any]:
+    """The work of several ranks. What is left: as long as the slowest one takes."""
+    ends_s = [work.told_s + work.left_s for work in works if work.left_s is not None]
+    return {
+        "done": sum(work.done for work in works),
+        "total": sum(work.total for work in works) if all(work.total for work in works) else 0,
+        "moved_bytes": sum(work.moved_bytes for work in works),
+        "moved_s": max(work.moved_s for work in works),
+        "computes": all(work.computes for work in works),
+        "ends_s": max(ends_s) if len(ends_s) == len(works) else None,
     }
 
 
