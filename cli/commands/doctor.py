@@ -169,10 +169,10 @@ def communicators() -> Finding:
     """What torch offers to keep communicators, probed in a process of its own."""
     try:
         text = _output(sys.executable, "-P", "-m", group_offers.__name__, limit_s=IMPORT_S_MAX)
-        found = from_json(text.splitlines()[-1], Offers)
+        offered = from_json(text.splitlines()[-1], Offers)
     except (OSError, subprocess.TimeoutExpired, LookupError, DecodeError):
         return Finding("groups", "note", "torch does not tell what it offers to keep them")
-    return Finding("groups", "ok", group_offers.in_words(found))
+    return Finding("groups", "ok", group_offers.in_words(offered))
 
 
 def variables() -> Finding:

@@ -96,7 +96,7 @@ def measure(
             if is_loop
             else train_twin(folder / "twin", TWIN_NUM * num, size)
         )
-    say(f"{case}: undisturbed runs in two other orders of summing")
+    say(f"{case}: undisturbed runs in other orders of summing")
     noises = [
         _noise(
             Unicron(

@@ -60,7 +60,6 @@ CASES: dict[str, list[dict[str, Any]]] = {
             }
         }
     ],
-    "distributed optimizer, mirrored": [{"parallel": Parallel(optimizer="mirrored")}],
     "parameter gather overlapped with the step": [
         {
             "optimizer": {
@@ -423,6 +422,11 @@ def test_an_unsupported_configuration_is_found(what: str, case: dict[str, Any]) 
             "ddp": {"use_distributed_optimizer": True},
             "optimizer": {"use_distributed_optimizer": True},
             "parallel": Parallel(optimizer="sharded"),
+        },
+        {
+            "ddp": {"use_distributed_optimizer": True},
+            "optimizer": {"use_distributed_optimizer": True},
+            "parallel": Parallel(optimizer="mirrored"),
         },
         {
             "config": {"tensor_model_parallel_size": 2, "sequence_parallel": True},

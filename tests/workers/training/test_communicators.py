@@ -228,13 +228,13 @@ def test_the_first_use_of_a_group_may_wait_for_a_compilation() -> None:
     ours.meet(0, 0, 1, ours.endpoint, b"")
     ours._client.set_timeout(datetime.timedelta(seconds=0.2))
     with pytest.raises(RuntimeError, match=r"(?i)timeout|timed out"):
-        ours.store.get("the id of a group")
+        ours.rounds.store.get("the id of a group")
     ours._wait_for_first_uses()
     timer = threading.Timer(1.0, ours.interrupt)
     timer.start()
     began_s = time.monotonic()
     with pytest.raises(RuntimeError):
-        ours.store.get("the id of a group")
+        ours.rounds.store.get("the id of a group")
     assert 0.9 < time.monotonic() - began_s < WAIT_S / 2
     timer.join()
 

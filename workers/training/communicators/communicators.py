@@ -103,9 +103,9 @@ def _abort(group: Any, met: threading.Event) -> None:
 
 COLLECTIVE_S_MAX = 1800.0
 """Timeout of a collective. It covers the slowest member and the wait for the next order."""
-SETTLE_S_MAX = 30 * 86400.0
+SETTLE_S_MAX = 20 * 86400.0
 """The same while members recover their states: the control plane ends this wait when nothing moves
-any more, however long that takes."""
+any more, however long that takes. torch counts it as milliseconds in 32 bits."""
 CONNECT_S_MAX = 1.0
 """Timeout of one attempt to connect to a store."""
 REACH_S = 0.05

@@ -41,10 +41,10 @@ class Rounds:
         key, told = self._tell(data)
         if told is None:
             return self._read(f"{key}/answer")
-        found = answer(told)
+        answered = answer(told)
         if self.num > 1:
-            self.store.set(f"{key}/answer", found)
-        return found
+            self.store.set(f"{key}/answer", answered)
+        return answered
 
     def scatter(self, data: bytes, answers: Callable[[Sequence[bytes]], Sequence[bytes]]) -> bytes:
         """This member's own of the `answers` to the data of all members, both by place. Only the
@@ -73,8 +73,8 @@ class Rounds:
 
     def _read(self, key: str) -> bytes:
         self._wait([key])
-        found: bytes = self.store.get(key)
-        return found
+        data: bytes = self.store.get(key)
+        return data
 
     def _wait(self, keys: list[str]) -> None:
         self.store.wait(keys, datetime.timedelta(seconds=self._wait_s))

@@ -7,6 +7,8 @@ what is there, for `unicron doctor`.
 """
 
 import sys
+from datetime import timedelta
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,6 +18,9 @@ from msgspec import Struct
 SPLITS_FROM, SHRINKS_FROM = (2, 18), (2, 27)
 """Versions of NCCL from which it has ncclCommSplit and ncclCommShrink. Source: its release notes.
 """
+
+GLOO_S_MAX = 60.0
+"""A group of one member, which waits for nobody."""
 
 
 class Offers(Struct, frozen=True):
@@ -37,11 +42,12 @@ def offers() -> Offers:
 
     nccl: tuple[int, ...] = ()
     if dist.is_nccl_available():
-        nccl = torch.cuda.nccl.version()
+        library: Any = import_module("torch.cuda.nccl")
+        nccl = library.version()
     split = ["nccl"] if hasattr(dist, "split_group") and nccl >= SPLITS_FROM else []
     shrink = ["nccl"] if hasattr(dist, "shrink_group") and nccl >= SHRINKS_FROM else []
     if dist.is_gloo_available():
-        gloo: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+        gloo: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=GLOO_S_MAX))
         split += ["gloo"] * bool(getattr(gloo, "supports_splitting", False))
         shrink += ["gloo"] * bool(getattr(gloo, "supports_shrinking", False))
     return Offers(
@@ -53,17 +59,17 @@ def offers() -> Offers:
     )
 
 
-def in_words(found: Offers) -> str:
+def in_words(offered: Offers) -> str:
     """One line, without the version of torch."""
 
     def by(backends: tuple[str, ...]) -> str:
         return f"by {' and '.join(backends)}" if backends else "by no backend here"
 
-    nccl = f", NCCL {found.nccl}" if found.nccl else ""
-    there = "there is" if found.reconfigure else "there is no"
+    nccl = f", NCCL {offered.nccl}" if offered.nccl else ""
+    there = "there is" if offered.reconfigure else "there is no"
     return (
-        f"built anew in each generation; groups could be split {by(found.split)}, "
-        f"shrunk {by(found.shrink)}{nccl}; {there} reconfigure"
+        f"built anew in each generation; groups could be split {by(offered.split)}, "
+        f"shrunk {by(offered.shrink)}{nccl}; {there} reconfigure"
     )
 
 

@@ -218,7 +218,16 @@ class Planner:
                 # State altered in transit is not lost: the next generation exchanges it again.
                 raise RuntimeError(f"{missing}, without those at {sorted(self._failed)}")
 
-    def exclude(self, places: set[int]) -> None:
+    def were_right(self, bad: set[int]) -> bool:
+        """Whether no member has received wrong data; `bad` are the places that sent this one some.
+        If one has, all members exclude the senders."""
+        if self.peers.all(not bad):
+            return True
+        told = self.peers.collect(msgspec.msgpack.encode(bad))
+        self._exclude({place for each in told for place in from_msgpack(each, set[int])})
+        return False
+
+    def _exclude(self, places: set[int]) -> None:
         log.warning("senders of state are excluded", places=sorted(places), why="wrong checksum")
         self._failed |= places
         for place in places:
@@ -384,16 +393,8 @@ def exchange(
             note("give")
         if side.take:
             note("receive")
-        bad = transfer(side.give, side.take, count)
-        if peers.all(not bad):
+        if planner.were_right(transfer(side.give, side.take, count)):
             break
-        planner.exclude(
-            {
-                place
-                for each in peers.collect(msgspec.msgpack.encode(bad))
-                for place in from_msgpack(each, set[int])
-            }
-        )
 
     def activate() -> None:
         for live, new in side.staged:
