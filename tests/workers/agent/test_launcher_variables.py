@@ -47,7 +47,6 @@ def started(
         host="127.0.0.1",
         port=port,
         checkpoint="",
-        local_slots=(0, 1),
     )
     node = NodeConfig(
         name="n1",
