@@ -17,6 +17,8 @@ from unicron.events.timing import STACKS_S_MAX
 from unicron.workers.agent.monitoring import kept_stacks, python_stacks
 from unicron.workers.agent.processes.rank_process import WORD
 from unicron.workers.host import linux
+from unicron.workers.training.process.control_thread import Control
+from unicron.workers.training.process.exit_report import OWN_THREADS
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 CODE = """
@@ -124,6 +126,11 @@ async def test_of_a_rank_whose_main_thread_waits_the_thread_that_works_is_told(
     await hanging(node, DETACHED)
     kept = await end(node)
     assert kept.stack.startswith("forward (<string>:"), kept.stack
+
+
+def test_a_rank_has_the_thread_that_works_and_the_wait_for_it_by_these_names() -> None:
+    assert python_stacks.WORKER in OWN_THREADS
+    assert hasattr(Control, python_stacks.WAITS_IN)
 
 
 @pytest.mark.parametrize("how", HOWS)
