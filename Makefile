@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 ROOMS := events control_plane workers cli
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-hosts demo-slurm test test-real test-thorough simulation sick-weeks mutants fuzz fuzz-api attack confusion fault-matrix chaos-training chaos-blame bench-recovery bench-peers-check bench-throughput bench-planner bench-detection bench-memory bench-restart bench-sim bench-submissions bench-settlement bench-scale bench-log chaos-log bench-overhead bench-web bench-paper megatron-lm gpu-check golden-log figures disasters check types docs web test-web screenshots lock base-image wheel clean
+.PHONY: help setup demo demo-hosts demo-slurm test test-real test-thorough simulation sick-weeks mutants fuzz fuzz-api attack confusion fault-matrix chaos-training chaos-blame bench-recovery bench-peers-check bench-throughput bench-planner bench-detection bench-memory bench-restart bench-restore bench-sim bench-submissions bench-settlement bench-scale bench-log chaos-log bench-overhead bench-web bench-paper megatron-lm gpu-check golden-log figures disasters check types docs web test-web screenshots lock base-image wheel clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -126,8 +126,12 @@ bench-memory: setup types ## each phase's peak memory of a rank over that of tra
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.memory.main $(if $(filter-out file,$(origin N)),-n $(N)) \
 		$(CASES:%=--cases %)
 
-bench-restart: setup types ## processes that start again, from memory and from disk (N=3)
+bench-restart: setup types ## a task whose processes start again, from memory and from disk; how fast state moves: bench-restore (N=3)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.restart.main $(if $(filter-out file,$(origin N)),-n $(N))
+
+bench-restore: setup types ## MB/s of copy, restore and reshard beside a plain copy; a whole restart: bench-restart (N=1 CASES=a,b)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.restore.main $(if $(filter-out file,$(origin N)),-n $(N)) \
+		$(CASES:%=--cases %)
 
 bench-sim: setup types ## clusters of 128 to 100,000 GPUs played, events/s and their growth (SYSTEMS=a,b CASES=a,b)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.simulator.main $(if $(filter-out file,$(origin N)),-n $(N)) \
@@ -137,7 +141,7 @@ bench-sim: setup types ## clusters of 128 to 100,000 GPUs played, events/s and t
 bench-submissions: setup types ## four clients submit 200 tasks at once: the time of each answer (N=3)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.submissions $(if $(filter-out file,$(origin N)),-n $(N))
 
-bench-settlement: setup types ## what a settlement costs a rank of 64, 256 and 1,024 (N=3 CASES=a,b)
+bench-settlement: setup types ## what a settlement costs a rank and the store, of 64 to 4,096 ranks (N=3 CASES=a,b)
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -W ignore -m bench.settlement.main $(if $(filter-out file,$(origin N)),-n $(N)) \
 		$(if $(CASES),--cases $(subst $(comma), ,$(CASES)))
 

@@ -54,6 +54,17 @@ def scaled(value: float, unit: str) -> str:
     return f"{value / 1000**power:.3g} {' kMGTPEZY'[power].strip()}{unit}".rstrip()
 
 
+def amount(done: int, total: int, unit: str) -> str:
+    """How much is done, and of how much (0: unknown): `312 of 980 GB`, `3 of 8 parts`, `12 MB`.
+    `unit`: B for bytes, or a noun in the plural."""
+    if unit != "B":
+        return f"{count(done)} of {count(total)} {unit}" if total else f"{count(done)} {unit}"
+    if not total:
+        return scaled(done, "B")
+    power = min(max(math.floor(math.log10(total) / 3), 0), 8)
+    return f"{done / 1000**power:.3g} of {scaled(total, 'B')}"
+
+
 def count(value: int) -> str:
     return f"{value:,}"
 

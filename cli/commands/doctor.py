@@ -23,7 +23,8 @@ from ...events.spec.policy import Policy
 from ...events.words import install, scaled
 from ...workers.host import folder_trial, rank_cgroups
 from ...workers.ipc import rank_variables
-from ...workers.training.dependencies import known_versions
+from ...workers.training.dependencies import group_offers, known_versions
+from ...workers.training.dependencies.group_offers import Offers
 from ...workers.training.dependencies.known_versions import Installed
 from ..cluster import local_cluster, processes
 from ..cluster.local_cluster import CONTROL_PLANE, UP, ClusterOptions
@@ -56,6 +57,7 @@ def doctor(state: StateDir, *, only_support: bool, as_json: bool) -> int:
         _torch,
         lambda: _installed("megatron", "megatron-core"),
         _gpus,
+        communicators,
         variables,
         _server,
         lambda: log_server(state),
@@ -163,6 +165,16 @@ def _gpus() -> Finding:
     return Finding("gpus", "ok", f"{num} seen by nvidia-smi")
 
 
+def communicators() -> Finding:
+    """What torch offers to keep communicators, probed in a process of its own."""
+    try:
+        text = _output(sys.executable, "-P", "-m", group_offers.__name__, limit_s=IMPORT_S_MAX)
+        offered = from_json(text.splitlines()[-1], Offers)
+    except (OSError, subprocess.TimeoutExpired, LookupError, DecodeError):
+        return Finding("groups", "note", "torch does not tell what it offers to keep them")
+    return Finding("groups", "ok", group_offers.in_words(offered))
+
+
 def variables() -> Finding:
     """Of the ranks of an agent that is started here."""
     others = rank_variables.others(os.environ)
@@ -172,7 +184,7 @@ def variables() -> Finding:
         "in ranks "
         + " ".join(
             f"{name}={os.environ.get(name, value)}"
-            for name, value in (rank_variables.NEEDED | INTERFACES).items()
+            for name, value in (rank_variables.NEEDED | rank_variables.STORE | INTERFACES).items()
         ),
         f"an NCCL fault may end a rank: without {' '.join(others)} it heals" if others else "",
     )

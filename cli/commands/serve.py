@@ -8,9 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,6 +27,7 @@ from ...events.records import types
 from ...events.secret_environment import REDIS_URL, remove_secrets
 from ...events.spec.job import is_url
 from ...events.spec.policy import Policy
+from ...workers.host import gpus
 from ..cluster import processes
 from ..cluster.client import Client, Refused, Unable, Unreachable, Urls, authority, connect
 from ..cluster.local_cluster import agent_name
@@ -38,7 +37,6 @@ from ..terminal import console
 if TYPE_CHECKING:
     from ...workers.agent.health.custom_checks import CheckOptions
 
-PROBE_S_MAX = 20.0
 AWAY_S_MAX = 60.0
 EVERY_ADDRESS = ("0.0.0.0", "::")
 HTTP_PORT = 8420
@@ -280,22 +278,15 @@ def num_devices() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return max(len([part for part in visible.split(",") if part.strip()]), 1)
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
+    found = gpus.uuids()
+    if found is None:
         return 1
-    try:
-        listing = subprocess.run(
-            [tool, "-L"], capture_output=True, text=True, check=False, timeout=PROBE_S_MAX
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        listing = ""
-    found = re.findall(r"^GPU \d+: .*\(UUID: (GPU-[\w-]+)\)", listing, re.MULTILINE)
     if not found:
         raise UsageError(
             "nvidia-smi shows no GPU",
             "run nvidia-smi; or give --slots K, and ranks train on the CPU",
         )
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(found)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(found.values())
     return len(found)
 
 

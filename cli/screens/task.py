@@ -14,6 +14,7 @@ from ...control_plane.api.needs import (
     trouble_of_save,
     unsaved,
 )
+from ...events.records.in_words import work_in_words
 from ..terminal import format as fmt
 from ..terminal.format import Plain
 from . import incident
@@ -23,10 +24,6 @@ from .stragglers import alike_why, degraded_why, slow_nodes
 CURVE_COLUMNS = 60
 WHAT_COLUMNS = 36
 INDENT_COLUMNS = 11
-SHARDS = {
-    "sharded": "; each has its shard of the optimizer alone: to lose any sets back to a copy",
-    "mirrored": "; each shard of the optimizer is on two of them",
-}
 NORMAL_ITERATIONS_MIN = 5
 """The normal step time on a number of slots is the median of at least so many iterations."""
 SAME_RATIO = 1.05
@@ -104,6 +101,7 @@ def task_status(
         )
         lines += _dumps(task, view)
     lines += _stacks(task, view)
+    lines += _works(task, now_s)
     lines += _failing(task, now_s)
     lines += _reasons(task, view["cluster"], option)
     lines += fmt.labelled("next", _next(task, view, option))
@@ -133,6 +131,23 @@ def task_status(
     if task["output"]:
         lines += fmt.labelled("output", task["output"])
     return [*lines, *_ranks(task["ranks"]), *_incidents(past)]
+
+
+def _works(task: Plain, now_s: float) -> list[str]:
+    """What its ranks do while it waits for them, and how long that still takes."""
+    lines: list[str] = []
+    for work in task["works"]:
+        done = work["done"], work["total"], work["unit"], work["moved_bytes"]
+        words = f"{fmt.ranks(work['ranks'])}: {work_in_words(work['what'], *done)}"
+        if work["ends_s"] is not None and work["done"] < work["total"]:
+            words += f", {fmt.span(max(work['ends_s'] - now_s, 0.0))} left"
+        words += ", computing" if work["computes"] else ""
+        idle_s = now_s - work["moved_s"]
+        if idle_s >= work["limit_s"] / 2:
+            limit = f"{work['limit']}: {fmt.span(work['limit_s'])}"
+            words += f"; nothing moved for {fmt.span(idle_s)} ({limit})"
+        lines += fmt.labelled("works", words)
+    return lines
 
 
 def _failing(task: Plain, now_s: float) -> list[str]:
@@ -403,14 +418,16 @@ def _copies(task: Plain, past: Plain, now_s: float) -> list[str]:
         live = (
             f"{fmt.number_of(num, 'live replica')}{of}, {there}: "
             f"{fmt.ranks(one['rank'] for one in holders)}"
-            f"{SHARDS.get(task['optimizer'], '') if num > 1 else ''}"
         )
     held = (
         fmt.labelled("published", published_in_words(task))
         if task["not_published"] or task["not_finite"]
         else []
     )
-    return fmt.labelled("copies", f"{live}; {disk}") + held
+    lines = fmt.labelled("copies", f"{live}; {disk}")
+    if task["lost_rank"]:
+        lines += fmt.labelled("if lost", f"a lost rank costs: {task['lost_rank']}")
+    return lines + held
 
 
 def _stored_on(copy: Plain) -> str:

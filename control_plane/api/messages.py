@@ -416,6 +416,26 @@ TaskSlots = TypedDict(
         "limit": Annotated[int, Meta(description="With more slots, its ranks fail; 0: none known")],
     },
 )
+RanksWork = TypedDict(
+    "RanksWork",
+    {
+        "ranks": Annotated[list[int], Meta(description="Those that do the same")],
+        "what": Annotated[str, Meta(description="As in RankWorked; empty: they do not say")],
+        "unit": Annotated[str, Meta(description="What `done` counts: B for bytes, or a noun")],
+        "done": Annotated[int, Meta(description="How much of it is done, of all ranks")],
+        "total": Annotated[int, Meta(description="Of how much; 0: unknown")],
+        "moved_bytes": Annotated[
+            int, Meta(description="Read and written since the task waits for them")
+        ],
+        "moved_s": Annotated[float, Meta(description="When one of them last moved anything")],
+        "computes": Annotated[bool, Meta(description="They move nothing, and compute")],
+        "ends_s": Annotated[
+            float | None, Meta(description="When it is done at its pace so far; null: unknown")
+        ],
+        "limit": Annotated[str, Meta(description="The policy field of the time without progress")],
+        "limit_s": Annotated[float, Meta(description="Its value")],
+    },
+)
 RankView = TypedDict(
     "RankView",
     {
@@ -536,6 +556,12 @@ TaskView = TypedDict(
         "transition": Annotated[Plain, encoded(Transition)],
         "throughput": Annotated[Plain, encoded(ThroughputSet)] | None,
         "optimizer": str,
+        "lost_rank": Annotated[
+            str,
+            Meta(
+                description="What the loss of one rank costs; empty if each replica has all state"
+            ),
+        ],
         "modelled_layout": str,
         "micro_batches": int,
         "forward_calls": int,
@@ -587,6 +613,9 @@ TaskView = TypedDict(
         "copies_fit": bool,
         "copy_every": int,
         "kept_sum": bool,
+        "works": Annotated[
+            list[RanksWork], Meta(description="What its ranks do while it waits for them")
+        ],
         "reproducible": str,
         "rounding_why": str,
         "ranks": list[RankView],

@@ -24,7 +24,7 @@ from ..state.cluster import ClusterState, live_tasks
 from ..state.node import Node
 from ..state.task import Rank, Task
 from ..throughput.layout_search import modelled
-from ..throughput.training_layouts import refusal
+from ..throughput.training_layouts import refusal, with_mirrors
 
 NUM_NAMED_MAX = 8
 """The most names that a refusal lists."""
@@ -99,6 +99,7 @@ def submit(state: ClusterState, job: JobSpec, _: str) -> t.Body:
         )
     if job.training is not None and (why := refusal(job.training, job.slots.counts)):
         raise Refusal(422, why, NO_ROOM)
+    job = with_mirrors(job)
     _admit(state, job)
     return r.TaskSubmitted(spec=job, modelled=search_layouts(job))
 

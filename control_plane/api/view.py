@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from ...events.spec.model import Axes
 from ...events.spec.parallelism import layout_in_words, layout_label, num_positions, part_in_words
 from ..decide.memory_checkpoints import (
     StoreAssignment,
@@ -16,16 +17,20 @@ from ..decide.memory_checkpoints import (
 from ..fold.hangs import stalled_command
 from ..fold.node_health import RECOVERED_S, recovery_s
 from ..fold.pauses import pause_name
+from ..fold.work import waited_for
 from ..incidents.hangs import locate_hang
 from ..incidents.stragglers import LASTS_S, at_fault, slowdown, uniform_slowdown
 from ..planner.pending import WaitExplanation, explain_waiting
 from ..planner.problem_of_state import input_digest
+from ..state import limits
 from ..state.cluster import DECIDER_VERSION, WORK_SPAN_S, ClusterState, state_hash
+from ..state.limits import Limit
 from ..state.members import position_of
 from ..state.memory_checkpoints import whole_checkpoints
 from ..state.node import Node
-from ..state.task import Rank, Straggler, Task
+from ..state.task import Rank, Straggler, Task, Work
 from ..throughput import table
+from ..throughput.lost_rank import lost_rank_costs
 from ..throughput.transition_cost import transition
 from .messages import TASKS_NUM_MAX
 from .needs import needs
@@ -260,6 +265,7 @@ def task_view(
     """One task of the view, also one that has left the state."""
     spec, waits = task.spec, waits or WaitExplanation(why=task.why, needs="")
     living, (stands, stands_since_s) = task.living_members(), _stalled(state, task)
+    copies = _copies(state, task)
     return {
         "id": task.id,
         "name": spec.name,
@@ -292,6 +298,7 @@ def task_view(
         if task.throughput is not None
         else None,
         "optimizer": (spec.training.parallel.optimizer if spec.training is not None else "whole"),
+        "lost_rank": _lost_rank(task, len(living), is_copied=not copies["no_copies"]),
         "modelled_layout": _planned_layout(task),
         "micro_batches": task.micro_batches,
         "forward_calls": task.forward_calls,
@@ -316,9 +323,10 @@ def task_view(
         "reproducible": spec.training.reproducible if spec.training is not None else "rounding",
         "refused_starts": _refused_starts(task),
         **_checkpoints(task),
-        **_copies(state, task),
+        **copies,
         "copy_every": spec.training.copy_every if spec.training is not None else 0,
         "kept_sum": spec.training is None or spec.training.kept_sum,
+        "works": _works(state, task),
         "ranks": [_rank(task, task.ranks[key]) for key in sorted(task.ranks)],
     }
 
@@ -461,6 +469,20 @@ def _layout(task: Task, num_living: int) -> dict[str, Any]:
     }
 
 
+def _lost_rank(task: Task, num_living: int, *, is_copied: bool) -> str:
+    """What the loss of one rank costs in the generation's layout, if it has living members."""
+    train = task.spec.training
+    if train is None or not num_living or not task.heals_in_memory:
+        return ""
+    return lost_rank_costs(
+        train,
+        task.axes or Axes(dp=len(task.members)),
+        mirrored_params=task.mirrored_params,
+        mirrored_bytes=task.mirrored_bytes,
+        is_copied=is_copied,
+    )
+
+
 def _planned_layout(task: Task) -> str:
     """The layout on the planned slots, for training and for a command with a model."""
     if task.spec.training is None:
@@ -522,6 +544,43 @@ def _rank(task: Task, rank: Rank) -> dict[str, Any]:
         "ordered_s": rank.ordered_s,
         "has_state": rank.has_state,
         "part": _part(task, rank),
+    }
+
+
+def _works(state: ClusterState, task: Task) -> list[dict[str, Any]]:
+    """What its ranks do while it waits for them, those that do the same together, and the limit
+    that acts if nothing moves."""
+    alike: dict[tuple[str, str, Limit], list[tuple[int, Work]]] = {}
+    for number in sorted(task.ranks):
+        rank = task.ranks[number]
+        waited = waited_for(state, task, rank) if rank.work is not None else None
+        if rank.work is not None and waited is not None:
+            limit = limits.of_work(state.policy, waited[1], rank.work)
+            key = (rank.work.what, rank.work.unit, limit)
+            alike.setdefault(key, []).append((number, rank.work))
+    return [
+        {
+            "ranks": [number for number, _ in works],
+            "what": what,
+            "unit": unit,
+            **_sum_of([work for _, work in works]),
+            "limit": limit.field,
+            "limit_s": limit.s,
+        }
+        for (what, unit, limit), works in alike.items()
+    ]
+
+
+def _sum_of(works: list[Work]) -> dict[str, Any]:
+    """The work of several ranks. What is left: as long as the slowest one takes."""
+    ends_s = [work.told_s + work.left_s for work in works if work.left_s is not None]
+    return {
+        "done": sum(work.done for work in works),
+        "total": sum(work.total for work in works) if all(work.total for work in works) else 0,
+        "moved_bytes": sum(work.moved_bytes for work in works),
+        "moved_s": max(work.moved_s for work in works),
+        "computes": all(work.computes for work in works),
+        "ends_s": max(ends_s) if len(ends_s) == len(works) else None,
     }
 
 

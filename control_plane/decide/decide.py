@@ -113,9 +113,11 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
     other record affects the task that it names, or the task of its deadline. The exit of a process
     also affects each task that has a seat without a process on that node: the seat may wait for the
     slot. Progress affects only a task with faults or an incident, also a recovering one, since it
-    may close it or show a straggler, and one that ends because of its loss. An answer to an order
-    has no effect while other answers are outstanding. While healing is paused, `decisions` looks at
-    every task after each record.
+    may close it or show a straggler, and one that ends because of its loss. RankWorked affects
+    none: only a deadline moves. An answer to an order has no effect while other answers are
+    outstanding, nor has one more failed collective of members that leave their generation at once:
+    a thousand members report theirs. While healing is paused, `decisions` looks at every task after
+    each record.
     """
     body = record.body
     number: int = getattr(body, "task", 0)
@@ -136,7 +138,7 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
             if task.id == number
             or any(seat.slot.node == node and seat.rank not in task.ranks for seat in task.target)
         ]
-    task = state.tasks.get(number)
+    task = None if isinstance(body, r.RankWorked) else state.tasks.get(number)
     if task is None:
         return []
     if isinstance(body, _PROGRESS):
@@ -147,7 +149,21 @@ def affected_tasks(state: ClusterState, record: Record) -> list[Task]:
     unsolicited = isinstance(body, r.RankReady) and not task.heals_in_memory
     if isinstance(body, _ANSWERS) and task.num_outstanding and not unsolicited:
         return []
+    if isinstance(body, r.CollectiveFailed) and _is_evidence_only(state, task):
+        return []
     return [task]
+
+
+def _is_evidence_only(state: ClusterState, task: Task) -> bool:
+    """Whether a failed collective only adds to what is known. Its members leave at once, because of
+    a fault that is decided on; no device is at fault, and no node is silent, which the collective's
+    peer might confirm to be lost. The last answer is looked at with all that was reported."""
+    return (
+        task.phase == "quiescing"
+        and task.mode == "now"
+        and task.num_outstanding > 0
+        and not (task.faults or task.suspects or state.unreachable)
+    )
 
 
 def _uses(task: Task, node: str) -> bool:

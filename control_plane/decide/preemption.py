@@ -2,7 +2,7 @@
 
 from ...events.records.types import Seat
 from ..state.cluster import ClusterState
-from ..state.members import has_layouts, is_complete, is_standby, position_of
+from ..state.members import awaited, has_layouts, is_complete, is_standby, position_of
 from ..state.memory_checkpoints import whole_checkpoints
 from ..state.task import Rank, Task
 from .processes import may_start
@@ -93,6 +93,8 @@ def _savers_of_parts(task: Task, able: list[Rank]) -> list[Rank]:
 
 def all_quiesced(task: Task) -> bool:
     """True if every living member has left the generation and waits."""
+    if task.phase == "quiescing" and awaited(task):
+        return not task.num_outstanding
     return all(rank.quiesced == task.generation for rank in task.living_members())
 
 

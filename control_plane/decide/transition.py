@@ -13,8 +13,9 @@ from ...events.records.types import Body, Member, QuiesceMode, Seat
 from ..incidents import unnamed
 from ..incidents.blame import judge_progress
 from ..incidents.lifecycle import close_incident, end_incident, network_incident, open_incidents
+from ..state import limits
 from ..state.cluster import ClusterState
-from ..state.members import is_pinned, only_publication_left
+from ..state.members import awaited, is_pinned, only_publication_left
 from ..state.task import Checkpoint, Phase, Rank, Task, whole_path
 from . import memory_checkpoints
 from .membership import expected_positions, next_membership
@@ -137,6 +138,8 @@ def generation_broken(state: ClusterState, task: Task) -> bool:
 
 def every_member_reconfigured(state: ClusterState, task: Task) -> bool:
     """All members have joined the generation and settled it. They wait for Resume."""
+    if task.phase == "reconfiguring" and awaited(task):
+        return not task.num_outstanding
     return all(rank.reconfigured == task.generation for rank in task.living_members())
 
 
@@ -185,6 +188,7 @@ def _quiesce(state: ClusterState, task: Task, mode: QuiesceMode) -> Quiesce:
         saving=tuple(position_to_save(task, rank) for rank in saving),
         save_attempt=num_failed_orders(task) if saving else 0,
         output=task.output if task.moved_in >= 0 else "",
+        tell_s=limits.to_leave(state.policy, mode).tell_s,
     )
 
 
@@ -210,6 +214,8 @@ def reconfigure(state: ClusterState, task: Task) -> Iterator[Body]:
         stores=stores.stores,
         copies_bytes_max=state.policy.copies_bytes_max,
         output=task.output if task.moved_in >= 0 else "",
+        tell_s=limits.of(state.policy, "reconfigure_s_max").tell_s,
+        restore_s_max=limits.restore_s_max(state.policy),
     )
 
 

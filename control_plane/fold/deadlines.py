@@ -7,7 +7,9 @@ from ...events.records.reports import DeadlineReached
 from ...events.records.statuses import TASK_HANG
 from ..incidents.recovery import RECOVERING
 from ..incidents.severity import network_status
+from ..state import limits
 from ..state.cluster import ClusterState
+from ..state.limits import Limit
 from ..state.members import count_outstanding, has_settled, is_unreachable, unanswered
 from ..state.task import Rank, Task
 from .edits import (
@@ -28,6 +30,10 @@ from .node_health import node_deadline_reached
 from .pauses import RESTART
 from .probes import probe_due
 from .ranks import decline_recovery, is_recovery_unproven
+from .work import IDLE, why_late
+
+UNREACHABLE = "its node was unreachable"
+"""Why a limit has acted on members that nobody hears."""
 
 
 def _late_rank(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
@@ -54,7 +60,9 @@ def _late_rank(state: ClusterState, record: Record, task: Task, rest: list[int])
             )
     elif rank is not None and not rank.timeout_reason:
         rank.timeout_reason = "did not get ready in time"
-        record_fault(task, record, [rank], TASK_HANG, f"rank {rank.rank} {rank.timeout_reason}")
+        why = f"rank {rank.rank} {rank.timeout_reason}"
+        why += why_late(state, limits.of(state.policy, "start_s_max"), [rank])
+        record_fault(task, record, [rank], TASK_HANG, why)
 
 
 def _late_exit(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
@@ -84,7 +92,7 @@ def _late_stopped(state: ClusterState, record: Record, task: Task, rest: list[in
 
 
 def _late_quiesce(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
-    late = _time_out_unanswered(record, task)
+    late = _time_out_unanswered(state, record, task, limits.to_leave(state.policy, task.mode))
     waited = task.mode == "now" or not late  # at a boundary: not while others are late
     if (
         task.saver >= 0
@@ -96,30 +104,42 @@ def _late_quiesce(state: ClusterState, record: Record, task: Task, rest: list[in
 
 
 def _late_silent(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
+    limit = limits.of(state.policy, "evidence_s_max")
     if task.phase == "reconfiguring":
-        _late_reconfigure(state, record, task, rest)
+        _fail_generation(state, record, task, limit, UNREACHABLE)
     else:
-        _time_out_unanswered(record, task)
+        _time_out_unanswered(state, record, task, limit, UNREACHABLE)
 
 
-def _time_out_unanswered(record: Record, task: Task) -> list[Rank]:
-    """Mark members that have not reported leaving the generation, and return them."""
+def _time_out_unanswered(
+    state: ClusterState, record: Record, task: Task, limit: Limit, what: str = IDLE
+) -> list[Rank]:
+    """Mark members that have not reported leaving the generation, and return them. `what`: as in
+    `why_late`."""
     late = [rank for rank in unanswered(task) if not rank.stopping]
     for rank in late:
         rank.timeout_reason = "did not quiesce in time"
     if late:
-        record_fault(task, record, late, TASK_HANG, f"{_names(late)} did not quiesce in time")
+        why = f"{_names(late)} did not quiesce in time{why_late(state, limit, late, what)}"
+        record_fault(task, record, late, TASK_HANG, why)
     return late
 
 
 def _late_reconfigure(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
+    _fail_generation(state, record, task, limits.of(state.policy, "reconfigure_s_max"))
+
+
+def _fail_generation(
+    state: ClusterState, record: Record, task: Task, limit: Limit, what: str = IDLE
+) -> None:
     late = [rank for rank in task.living_members() if not has_settled(task, rank)]
     record_generation_failure(
         task,
         record,
         late,
         network_status("timeout"),
-        f"{_names(late)} did not come up in generation {task.generation} in time",
+        f"{_names(late)} did not come up in generation {task.generation} in time"
+        + why_late(state, limit, late, what),
     )
 
 

@@ -16,6 +16,7 @@ from ..incidents.hangs import WAITED_FOR
 from ..incidents.node_incidents import update_undecided
 from ..incidents.recovery import deadline_name
 from ..incidents.severity import worst
+from ..state import limits
 from ..state.cluster import NUM_INCIDENTS_MAX, ClusterState
 from ..state.incident import NUM_FAILURES_MAX, Incident, Suspect
 from ..state.members import (
@@ -503,11 +504,10 @@ def quiesce_ordered(state: ClusterState, record: Record, task: Task, body: o.Qui
     task.quiesce_order, task.mode = record.seq, body.mode
     task.savers = list(body.ranks[: max(len(body.saving), 1)]) if body.save else []
     state.orders[record.seq] = encode_record(record)
-    policy = state.policy
     edits.set_deadline(
         state,
         f"quiesce/{task.id}/{task.generation}",
-        policy.quiesce_s_max if body.mode == "now" else policy.boundary_s_max,
+        limits.to_leave(state.policy, body.mode).s,
     )
     transition_began(state, task)
     edits.set_phase(state, task, "quiescing")
@@ -534,7 +534,7 @@ def reconfigure_ordered(
         task.failed_saves.pop(what, None)
     task.stalls, task.slow_iterations = {}, {}
     for rank in task.living_members():
-        rank.state = "member"
+        rank.state, rank.work = "member", None
     state.orders[record.seq] = encode_record(record)
     edits.set_deadline(
         state, f"reconfigure/{task.id}/{task.generation}", state.policy.reconfigure_s_max

@@ -33,6 +33,7 @@ from . import (
     progress,
     ranks,
     stragglers,
+    work,
 )
 from .deadlines import deadline_reached
 from .edits import find_rank, restart_deadlines, update_hang_deadline
@@ -240,6 +241,7 @@ HANDLERS: dict[type[t.Body], Handler] = {
             r.InMemoryRecoveryDeclined: ranks.recovery_declined,
             r.IterationsLogged: progress.iterations_logged,
             r.StacksKept: hangs.stacks_kept,
+            r.RankWorked: work.rank_worked,
         },
     ),
     **_of(

@@ -70,7 +70,7 @@ def _device_failed(task: Task, record: Record, rank: Rank, error: str) -> None:
 def quiesced(state: ClusterState, record: Record, task: Task, rank: Rank, body: r.Quiesced) -> None:
     if task.phase == "quiescing" and awaited(task):
         task.num_outstanding -= rank.quiesced != task.generation
-    rank.quiesced, rank.step_version = body.generation, body.step_version
+    rank.quiesced, rank.step_version, rank.work = body.generation, body.step_version, None
     edits.update_unreachable_deadline(state, task)
 
 
@@ -80,12 +80,14 @@ def reconfigured(
     if rank.reconfigured == task.generation or task.phase != "reconfiguring":
         return
     task.num_outstanding -= bool(awaited(task))
-    rank.reconfigured, rank.has_state = task.generation, True
+    rank.reconfigured, rank.has_state, rank.work = task.generation, True, None
     take_position(task, rank, body.step_version)
     if rank.joined_iteration < 0:
         rank.joined_iteration = max(body.step_version, task.max_iteration)
         rank.joined = task.generation
     task.settled = body.step_version
+    if rank.rank == task.members[0].rank:
+        task.mirrored_params, task.mirrored_bytes = body.mirrored_params, body.mirrored_bytes
     if body.damaged:
         task.damaged = body.damaged
     edits.update_unreachable_deadline(state, task)

@@ -80,7 +80,7 @@ def rank_ready(
         return
     if awaited(task) == "processes":
         task.num_outstanding -= is_starting(task, rank)
-    rank.state, rank.endpoint = "ready", body.endpoint
+    rank.state, rank.endpoint, rank.work = "ready", body.endpoint, None
     task.iteration_flops, task.rounding_why = body.iteration_flops, body.rounding_why
     state.orders.pop(rank.start_order, None)
     edits.clear_deadline(state, f"start/{task.id}/{rank.rank}/{rank.attempt}")

@@ -20,7 +20,7 @@ from .node import Node
 from .task import StragglerCost, Task
 
 SCHEMA = "unicron-state-9"
-DECIDER_VERSION = 26
+DECIDER_VERSION = 27
 """Version of `fold` and `decide`. Each epoch of a log records the version used (`heart`)."""
 NUM_REQUESTS_MAX = 1024
 """Operator requests that are remembered to recognise repetitions; the oldest are dropped first."""

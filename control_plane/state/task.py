@@ -92,6 +92,42 @@ class Stall(Struct, frozen=True, kw_only=True):
         return self.iteration, 2 * self.collective + (self.where == "own")
 
 
+class Work(Struct, frozen=True, kw_only=True):
+    """What a process does for which its task waits, as its agent last told (RankWorked)."""
+
+    generation: int
+    what: str
+    """As in RankWorked; "": it does not say."""
+    unit: str
+    """What `done` counts: B for bytes, or a noun in the plural; "": nothing is counted."""
+    done: int
+    """How much of it is done."""
+    total: int
+    """Of how much; 0: unknown."""
+    moved_bytes: int
+    """What the process has read and written since it was waited for."""
+    moved_s: float
+    """When it last moved anything."""
+    computes: bool
+    """It has moved nothing since the report before, and computes."""
+    is_storage: bool
+    """It reads or writes a checkpoint: its storage may stand still for `storage_s_max`."""
+    told_s: float
+    """When its agent told this."""
+    first: int
+    """`done` when its agent first told of this work."""
+    first_s: float
+    """When that was."""
+
+    @property
+    def left_s(self) -> float | None:
+        """How long the rest takes at its pace so far, from `told_s` on; None: not known."""
+        done, span_s = self.done - self.first, self.told_s - self.first_s
+        if not self.total or done <= 0 or span_s <= 0:
+            return None
+        return max(self.total - self.done, 0) * span_s / done
+
+
 class SlowIteration(Struct, frozen=True, kw_only=True):
     """A member that passes progress marks, but whose iteration does not end (StepTimeChanged)."""
 
@@ -198,6 +234,8 @@ class Rank(Struct, kw_only=True):
     """It came up in a generation and is no standby member. With layouts: `held` is its part."""
     held: HeldState | None = None
     joined_iteration: int = -1
+    work: Work | None = None
+    """What it does while its task waits for it; None: nothing that lasts, or no agent tells."""
     error: str = ""
     error_text: str = ""
     error_seq: int = 0
@@ -402,6 +440,10 @@ class Task(Struct, kw_only=True):
     """The last generation that finished an iteration."""
     settled: int = 0
     """The step version that the last generation continues from."""
+    mirrored_params: int = 0
+    """The parameters in the optimizer shard that its first member steps for another; 0: none."""
+    mirrored_bytes: int = 0
+    """The bytes of that shard."""
     finished: list[int] = field(default_factory=list[int])
     num_outstanding: int = 0
     """Outstanding answers to orders (members.py, `outstanding`)."""

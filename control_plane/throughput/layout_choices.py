@@ -12,10 +12,19 @@ from . import table
 from .flops import iteration_flops, parameters
 from .layout_search import AMPLE_TIMES, GAIN_RATIO_MIN, losses, modelled
 from .layouts import Layout
+from .lost_rank import lost_rank_costs
 from .memory import Memory, capacity, in_gib, memory
-from .state_size import NUM_STORES_MAX, copies_bytes
+from .state_size import NUM_STORES_MAX, OPTIMIZER_BYTES, copies_bytes
 from .step_time import constants_of, iteration_s
-from .training_layouts import described, layout_of, layout_on, memory_on, refusal, speed
+from .training_layouts import (
+    described,
+    layout_of,
+    layout_on,
+    memory_on,
+    refusal,
+    speed,
+    with_mirrors,
+)
 
 CHOICES_NUM_MAX = 12
 """If more numbers of slots are permitted, only doublings of the smallest and the largest count."""
@@ -56,6 +65,7 @@ class Choices(Struct, frozen=True, kw_only=True):
 
 def choices(spec: JobSpec) -> Choices:
     """Search the layouts of a job; takes up to seconds for a large `model`."""
+    spec = with_mirrors(spec)
     if spec.training is not None:
         return _of_training(spec, spec.training)
     return _of_command(spec, spec.model) if spec.model is not None else Choices()
@@ -115,7 +125,7 @@ def _of_training(spec: JobSpec, train: Train | Loop) -> Choices:
                     slots=count,
                     layout=layout_in_words(axes),
                     axes=axes,
-                    notes=_set_back(train, axes),
+                    notes=_lost_rank(train, axes, needs),
                     speed=speed(train, count) / speed(train, counts[0]),
                     memory_bytes=needs.total if needs is not None else None,
                     kept_bytes=needs.kept if needs is not None else None,
@@ -123,14 +133,13 @@ def _of_training(spec: JobSpec, train: Train | Loop) -> Choices:
             )
             continue
         layout = layout_on(train, model, axes)
-        row = _choice(
-            count, axes, model, layout, memory(model, layout), rows, _limit(train, model, axes)
-        )
+        needs = memory(model, layout)
+        row = _choice(count, axes, model, layout, needs, rows, _limit(train, model, axes))
         nodes = max(NUM_STORES_MAX, -(-count // model.gpus_per_node))  # one node has one store
         rows.append(
             replace(
                 row,
-                notes=(*row.notes, *_set_back(train, axes)),
+                notes=(*row.notes, *_lost_rank(train, axes, needs)),
                 node_copies_bytes=about.copies_bytes / nodes or None,
             )
         )
@@ -180,19 +189,14 @@ def _limit(train: Loop, model: MegatronModel, axes: Axes) -> str:
     return f"most is lost to {what}: {100 * share:.0f} % of the time"
 
 
-def _set_back(train: Train | Loop, axes: Axes) -> tuple[str, ...]:
-    """What the loss of one rank costs if the others do not have the whole state; else nothing."""
-    if axes.dp > 1 and train.parallel.optimizer != "sharded":
-        return ()
-    why = "no second replica" if axes.dp == 1 else "each rank has a shard of its own"
-    lost = (
-        f"up to {train.copy_every} iterations"
-        if train.copy_every
-        else "all iterations since the last checkpoint"
-        if train.checkpoint_every
-        else "all iterations"
+def _lost_rank(train: Train | Loop, axes: Axes, needs: Memory | None) -> tuple[str, ...]:
+    """What the loss of one rank costs, if that is to be said."""
+    mirrored_bytes = needs.optimizer / 2 if needs is not None else 0.0
+    each = OPTIMIZER_BYTES[train.precision if isinstance(train, Train) else "bf16"]
+    costs = lost_rank_costs(
+        train, axes, mirrored_params=mirrored_bytes / each, mirrored_bytes=mirrored_bytes
     )
-    return (f"{why}: a lost rank costs {lost}",)
+    return (f"a lost rank costs {costs}",) if costs else ()
 
 
 def shown(counts: Sequence[int]) -> Iterator[int]:

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from ...events.spec.model import Axes, MegatronModel
 
 Recomputed = Literal["none", "selective", "full"]
+Shards = Literal["none", "optimizer", "mirrored"]
 MICRO_NUM_MAX = 8
 """Largest micro-batch that the search tries if the spec does not set one."""
 CONTEXT_LENGTH = 4096
@@ -20,7 +21,8 @@ CHUNKS_NUM_MAX = 32
 class Layout(Struct, frozen=True, kw_only=True):
     """A distribution of the model over tp * cp * pp * dp GPUs. `ep` GPUs with the same layers and
     different samples share the experts. `chunks` is Megatron's number of virtual pipeline stages.
-    `shards` is what data-parallel ranks shard: `optimizer` is ZeRO-1."""
+    `shards` is what data-parallel ranks shard: `optimizer` is ZeRO-1; with `mirrored`, each rank
+    also has the optimizer's shard of another."""
 
     tp: int = 1
     pp: int = 1
@@ -31,7 +33,7 @@ class Layout(Struct, frozen=True, kw_only=True):
     chunks: int = 1
     recompute: Recomputed = "none"
     sequence_parallel: bool = True
-    shards: Literal["none", "optimizer"] = "none"
+    shards: Shards = "none"
 
     @property
     def model_parallel(self) -> int:
@@ -128,7 +130,7 @@ def shapes(model: MegatronModel, num_gpus: int) -> Iterator[Layout]:
     micros = (
         [model.micro_batch] if model.micro_batch else divisors(model.global_batch, MICRO_NUM_MAX)
     )
-    shards: Literal["none", "optimizer"] = "optimizer" if model.zero1 else "none"
+    shards: Shards = "optimizer" if model.zero1 else "none"
     for tp in divisors(model.gpus_per_node, num_gpus):
         most = max(min(model.sequence // CONTEXT_LENGTH, num_gpus // tp), 1)
         for cp in (1 << bit for bit in range(most.bit_length())):

@@ -176,8 +176,10 @@ def _stage(
     shared, experts = rank_parameters(model, layout, num_embeddings)
     ranks = layout.dp * layout.cp
     held = shared + experts
-    spread = layout.shards == "optimizer"
+    spread = layout.shards != "none"
     states = shared / (ranks if spread else 1) + experts / (ranks / layout.ep if spread else 1)
+    if layout.shards == "mirrored":
+        states *= min(2, layout.dp)
     return Memory(
         weights=WEIGHT_BYTES * held,
         gradients=GRADIENT_BYTES * held,

@@ -1,7 +1,7 @@
 """Bytes of a task's state that a process elsewhere has to receive or read."""
 
 from ...events.records.types import CHECKPOINTS_NUM_MAX
-from ...events.spec.job import JobSpec, Train
+from ...events.spec.job import JobSpec, Loop, Train
 from ...events.spec.model import Axes
 from ...events.spec.parallelism import replica
 from ..state.memory_checkpoints import whole_checkpoints
@@ -30,9 +30,9 @@ def seat_bytes(task: Task, count: int) -> int:
     if loop is None:
         return STATE_BYTES * parameters(model).total // count
     axes = layout_within(loop, count) or Axes(dp=count)
-    shards = axes.dp if loop.parallel.optimizer == "sharded" else 1
+    held = _held_shards(loop, axes)
     return int(
-        (WEIGHT_BYTES["bf16"] + OPTIMIZER_BYTES["bf16"] / shards) * parameters(model).total
+        (WEIGHT_BYTES["bf16"] + OPTIMIZER_BYTES["bf16"] * held / axes.dp) * parameters(model).total
     ) // len(replica(axes, 0))
 
 
@@ -64,11 +64,16 @@ def state_bytes(spec: JobSpec) -> int:
 def trained_bytes(train: Train, count: int) -> int:
     """Bytes of state of one of `count` ranks: its part of the GPT and of the optimizer state."""
     axes = layout_within(train, count) or Axes()
-    shards = {"whole": axes.dp, "sharded": 1, "mirrored": min(2, axes.dp)}[train.parallel.optimizer]
     bytes_of_each = (
-        WEIGHT_BYTES[train.precision] + OPTIMIZER_BYTES[train.precision] * shards / axes.dp
+        WEIGHT_BYTES[train.precision]
+        + OPTIMIZER_BYTES[train.precision] * _held_shards(train, axes) / axes.dp
     )
     return int(bytes_of_each * _num_params(train)) // len(replica(axes, 0))
+
+
+def _held_shards(train: Train | Loop, axes: Axes) -> int:
+    """The shards of the optimizer that a rank holds, of one for each replica."""
+    return {"whole": axes.dp, "sharded": 1, "mirrored": min(2, axes.dp)}[train.parallel.optimizer]
 
 
 def _trained_state_bytes(train: Train) -> int:

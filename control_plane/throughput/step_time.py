@@ -133,11 +133,12 @@ def parts(model: MegatronModel, layout: Layout, constants: Constants) -> Parts:
 
 def ending(model: MegatronModel, layout: Layout, constants: Constants, micro_s: float) -> Ending:
     """The end of an iteration: gradients are all-reduced; with ZeRO-1 they are reduced, and 16-bit
-    weights gathered. Gradients are fp32, but fp16 with precision fp16 (Megatron's default)."""
+    weights gathered. Gradients are fp32, but fp16 with precision fp16 (Megatron's default). The
+    shard that goes to its mirror is 1/dp of that, and is left out."""
     kind = KINDS[model.gpu]
     shared, experts = rank_parameters(model, layout, 1)
     gradient = 2 if model.precision == "fp16" else 4
-    size = {"none": 2 * gradient, "optimizer": gradient + 2}[layout.shards]
+    size = 2 * gradient if layout.shards == "none" else gradient + 2
     far = 1 << 62
     return Ending(
         shared_bytes=size * shared,

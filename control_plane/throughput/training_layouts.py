@@ -4,20 +4,25 @@ A `train:` spec names no GPU: the shape is that of an A100, and memory is not ch
 may describe its model and its GPU; of another loop only micro-batches and bubbles count.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from msgspec.structs import replace
 
-from ...events.spec.job import Loop, Train
+from ...events.spec.job import JobSpec, Loop, Train
 from ...events.spec.model import Axes, MegatronModel
-from ...events.spec.parallelism import VOCABULARY, layout_in_words
+from ...events.spec.parallelism import VOCABULARY, Sharding, layout_in_words
 from .flops import iteration_flops
-from .layouts import Layout
+from .layouts import Layout, Shards
 from .memory import Memory, capacity, in_gib, memory
 from .step_time import constants_of, iteration_s
 
 _SPEEDS_NUM = 4096
+_SHARDS: Mapping[Sharding, Shards] = {
+    "whole": "none",
+    "sharded": "optimizer",
+    "mirrored": "mirrored",
+}
 
 
 def megatron_model(train: Train) -> MegatronModel:
@@ -64,7 +69,7 @@ def layout_on(train: Train | Loop, model: MegatronModel, axes: Axes) -> Layout:
         chunks=axes.chunks,
         recompute="none" if model.recompute == "any" else model.recompute,
         sequence_parallel=isinstance(train, Loop),
-        shards="none" if train.parallel.optimizer == "whole" else "optimizer",
+        shards=_SHARDS[train.parallel.optimizer],
     )
 
 
@@ -85,6 +90,18 @@ def memory_on(train: Train | Loop, axes: Axes) -> Memory | None:
             activations=2 * found.activations,
         )
     return found
+
+
+def with_mirrors(job: JobSpec) -> JobSpec:
+    """The job with a mirror of each optimizer shard, if it has shards, permits mirrors, and every
+    number of slots has the same layout with them: memory for them."""
+    train = job.training
+    if train is None or train.parallel.optimizer != "sharded" or train.parallel.mirror == "never":
+        return job
+    twice = replace(train, parallel=replace(train.parallel, optimizer="mirrored"))
+    if any(layout_of(twice, num) != layout_of(train, num) for num in job.slots.counts):
+        return job
+    return replace(job, **{"train" if isinstance(train, Train) else "loop": twice})
 
 
 def slot_flops(train: Train | Loop) -> float:

@@ -89,7 +89,21 @@ FIGURES = {
     "settlement": Figure(
         "bench-settlement",
         "tests/bench/settlement",
-        ("workers/training/recovery", "control_plane/decide", "control_plane/fold"),
+        (
+            "workers/training/communicators",
+            "workers/training/recovery",
+            "control_plane/decide",
+            "control_plane/fold",
+        ),
+    ),
+    "restore": Figure(
+        "bench-restore",
+        "tests/bench/restore",
+        (
+            "workers/training/checkpoint",
+            "workers/training/recovery",
+            "workers/checkpoint_store",
+        ),
     ),
     "memory": Figure("bench-memory", "tests/bench/memory", TRAINING),
     "overhead": Figure("bench-overhead", "tests/bench/overhead", TRAINING),

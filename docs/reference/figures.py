@@ -27,6 +27,7 @@ from bench.overhead import main as overhead
 from bench.paper.evaluation import SENSITIVITY
 from bench.planner import main as planner
 from bench.recovery.rows import Row, describe, table
+from bench.restore import main as restore
 from bench.scale import main as scale
 from bench.settlement import main as settlement
 from bench.web import main as web
@@ -336,7 +337,7 @@ def _settlement(rows: Sequence[Row], about: About) -> str:
     found = _by_key(rows)
     goals = settlement.GOALS
     return _lines(
-        "| metric | goal at 1,024 | 64 ranks | 256 ranks | 1,024 ranks |",
+        "| metric | goal at 1,024 | 64 ranks | 256 ranks | 1,024 ranks | 4,096 ranks |",
         [
             (
                 f"`{metric}`",
@@ -349,6 +350,24 @@ def _settlement(rows: Sequence[Row], about: About) -> str:
                 ),
             )
             for metric, unit in settlement.UNITS.items()
+        ],
+    )
+
+
+def _restore(rows: Sequence[Row], about: About) -> str:
+    found = _by_key(rows)
+    return _lines(
+        "| case | MB/s | a plain copy, MB/s | share | |",
+        [
+            (
+                f"`{case.name}`",
+                f"{found[case.name, restore.SYSTEM, 'mb_per_s'].value:,.0f}",
+                f"{found[case.name, restore.PLAIN, 'mb_per_s'].value:,.0f}",
+                f"{found[case.name, restore.SYSTEM, 'share_of_copy'].value:.2f}",
+                found[case.name, restore.SYSTEM, "mb_per_s"].note,
+            )
+            for case in restore.CASES
+            if (case.name, restore.SYSTEM, "mb_per_s") in found
         ],
     )
 
@@ -636,6 +655,13 @@ BLOCKS = {
         tuple(settlement.CASES),
         "metadata_bytes",
         _settlement,
+    ),
+    "restore": Block(
+        "docs/guides/bench-restore.md",
+        "restore",
+        tuple(case.name for case in restore.CASES),
+        "mb_per_s",
+        _restore,
     ),
     "memory": Block("docs/guides/bench-memory.md", "memory", memory.CASES, memory.METRIC, _memory),
     "overhead": Block(

@@ -248,6 +248,7 @@ AGENT_REPORTS: dict[type[Body], About] = {
     reports.RankStalled: "process",
     reports.StacksKept: "process",
     reports.RankUnstalled: "process",
+    reports.RankWorked: "process",
     reports.RankFinished: "process",
     reports.CollectiveFailed: "process",
     reports.Quiesced: "process",

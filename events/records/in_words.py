@@ -148,6 +148,18 @@ def _progress(body: Plain) -> str:
     )
 
 
+def work_in_words(what: str, done: int, total: int, unit: str, moved_bytes: int) -> str:
+    """What a rank does for which its task waits, and how much of it is done (RankWorked)."""
+    if not what:
+        return f"has read and written {fmt.scaled(moved_bytes, 'B')}"
+    return f"{what}, {fmt.amount(done, total, unit)}" if unit else what
+
+
+def _work(body: Plain) -> str:
+    fields = ("what", "done", "total", "unit", "moved_bytes")
+    return work_in_words(*(body[name] for name in fields))
+
+
 def _where(body: Plain) -> str:
     return " ".join(
         filter(
@@ -356,6 +368,8 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "unsaved": lambda body: f" failed: {body['why']}" if body["why"] else " works again",
     "verdict": lambda verdict: VERDICTS.get(verdict, str(verdict)),
     "where": _where,
+    "work": _work,
+    "ago": lambda idle_s: f", {fmt.span(idle_s)} ago" if idle_s >= 1 else "",
     "window": lambda num: f" (of {fmt.count(num)})" if num else " (warming up)",
 }
 
@@ -468,6 +482,7 @@ TEMPLATES = {
     "StacksKept": _RANK + " {:stack}{mark:?; {mark}}{why:because}"
     "{nccl_ras:?; NCCL: {nccl_ras:first line}}",
     "RankUnstalled": _RANK + " iteration {iteration}, stalled for {stalled_s:span}",
+    "RankWorked": _RANK + " {:work}{idle_s:ago}{computes:?, it computes}",
     "StepTimeChanged": _RANK + " works {own_s:span} of {iteration_s:span} an iteration, "
     "at first {normal_s:span}",
     "IncidentAcknowledged": "inc-{of} is known{reason:because}{:by}",

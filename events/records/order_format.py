@@ -15,6 +15,7 @@ from msgspec.structs import fields
 
 from ..spec.job import JobSpec, Loop, Train
 from ..spec.model import MegatronModel
+from ..spec.parallelism import Parallel
 from .orders import ProbeNode, PublishCheckpoint, Quiesce, Reconfigure, StartRank, StopRank
 from .types import Body
 
@@ -69,6 +70,14 @@ ADDED: tuple[Added, ...] = (
     Added(Reconfigure, ("output",), Reconfigure, 1),
     Added(StopRank, ("keeps_stacks",), StopRank, 1, ignorable=True),
     Added(StartRank, ("first_iteration_s_max",), StartRank, 1, ignorable=True),
+    Added(StartRank, ("spec", "train", "parallel", "mirror"), Parallel, 1, ignorable=True),
+    Added(StartRank, ("spec", "loop", "parallel", "mirror"), Parallel, 1, ignorable=True),
+    Added(StartRank, ("local_slots",), StartRank, 1, ignorable=True),
+    Added(StartRank, ("tell_s",), StartRank, 1, ignorable=True),
+    Added(Quiesce, ("tell_s",), Quiesce, 1, ignorable=True),
+    Added(Reconfigure, ("tell_s",), Reconfigure, 1, ignorable=True),
+    Added(StartRank, ("restore_s_max",), StartRank, 1, ignorable=True),
+    Added(Reconfigure, ("restore_s_max",), Reconfigure, 1, ignorable=True),
 )
 """Every field of an order that release 0.3.0 does not have. Its default must never change."""
 

@@ -51,6 +51,14 @@ class StartRank(Body, frozen=True):
     ends no process."""
     first_iteration_s_max: float = 1200.0
     """Of the policy: a stall that has no usual time is reported after this at the latest."""
+    local_slots: tuple[int, ...] = ()
+    """The slots of the task on this node, in the order of its ranks: the rank sees their devices,
+    and its place among them is its local rank. Empty, as in old logs: its own slot alone."""
+    tell_s: float = 0.0
+    """While the rank is waited for, its agent tells so often that it works (RankWorked): a third of
+    the limit. 0: never."""
+    restore_s_max: float = 15.0
+    """Of the policy: how long a checkpoint store may send nothing, if `copies` are read."""
 
 
 class StopRank(Body, frozen=True):
@@ -87,6 +95,8 @@ class Quiesce(Body, frozen=True):
     """How many such orders to save have failed before, in a row."""
     output: str = ""
     """As in Reconfigure."""
+    tell_s: float = 0.0
+    """As in StartRank."""
 
 
 class Reconfigure(Body, frozen=True):
@@ -121,6 +131,10 @@ class Reconfigure(Body, frozen=True):
     """The memory that each store may use for all tasks, in bytes; 0: its own limit."""
     output: str = ""
     """The folder of the checkpoints, if an operator has moved it; empty: that of the spec."""
+    tell_s: float = 0.0
+    """As in StartRank."""
+    restore_s_max: float = 15.0
+    """As in StartRank."""
 
 
 class Resume(Body, frozen=True):

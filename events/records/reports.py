@@ -443,6 +443,12 @@ class Reconfigured(
     received_from: tuple[ReceivedState, ...] = ()
     damaged: str = ""
     """Why newer checkpoints on disk were not read."""
+    built_s: dict[str, float] = field(default_factory=dict[str, float])
+    """Of the first member: the seconds in which each communicator was built, by its first role."""
+    mirrored_params: int = 0
+    """The parameters in the optimizer shard of another rank that this one steps too."""
+    mirrored_bytes: int = 0
+    """The bytes of that shard: its masters and moments."""
 
 
 class ReconfigureFailed(RankReport, frozen=True):
@@ -698,6 +704,33 @@ class RankUnstalled(RankReport, frozen=True):
     generation: int
     iteration: int
     stalled_s: float
+
+
+class RankWorked(RankReport, frozen=True):
+    """A rank for which its task waits has moved something, or computes: its time limit begins anew.
+
+    A rank is waited for while it starts, comes up in a generation or leaves one. Its agent says it
+    once in a third of the limit at most, and only if that lasts as long.
+    """
+
+    generation: int
+    """The newest one in which the rank has trained; 0: none."""
+    what: str
+    """What it does, as in `reads its checkpoint`; "": it does not say."""
+    unit: str
+    """What `done` counts: `B` for bytes, or a noun in the plural; "": nothing is counted."""
+    done: int
+    """How much of it is done."""
+    total: int
+    """Of how much; 0: unknown."""
+    moved_bytes: int
+    """What the process and its descendants have read and written since they were waited for."""
+    idle_s: float
+    """How long ago it was last seen to move anything: bytes, or `done`."""
+    computes: bool = False
+    """It has moved nothing since the last report, and computes. That counts for `silent_s_max`."""
+    is_storage: bool = False
+    """It reads or writes a checkpoint: its storage may stand still for `storage_s_max`."""
 
 
 class StepTimeChanged(RankReport, frozen=True):

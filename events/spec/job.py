@@ -153,12 +153,6 @@ def _check_loop(loop: Loop, counts: Sequence[int], floor: int) -> None:
     _check_stored(loop, "loop")
     check_sizes(loop.parallel, "loop.parallel")
     need(
-        loop.parallel.optimizer != "mirrored",
-        "loop.parallel.optimizer",
-        "a mirror needs a second optimizer, and a script builds only one",
-        "write sharded: if a shard's only holder fails, the last in-memory checkpoint is used",
-    )
-    need(
         not loop.parallel.is_plain or counts[-1] <= loop.micro_batches,
         "slots.max",
         f"{counts[-1]} ranks, but an iteration has {loop.micro_batches} micro-batches",

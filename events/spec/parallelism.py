@@ -27,7 +27,8 @@ class Parallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `optimizer`: with `whole`, each rank holds the optimizer state of its part of the model.
     `sharded` is Megatron's distributed optimizer (ZeRO-1): if the only holder of a shard is lost,
     the task goes back to its last in-memory checkpoint. With `mirrored`, each shard is also on the
-    next data-parallel rank, so that no iteration is lost.
+    next data-parallel rank, so that no iteration is lost. `mirror` auto: a job with `sharded` is
+    submitted as `mirrored` if each layout has the memory for it. never: it stays `sharded`.
     """
 
     OTHER_NAMES: ClassVar[dict[str, str]] = {
@@ -52,6 +53,7 @@ class Parallel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pipeline: tuple[int, ...] = (1,)
     chunks: int = 1
     optimizer: Sharding = "whole"
+    mirror: Literal["auto", "never"] = "auto"
 
     @property
     def is_plain(self) -> bool:
@@ -172,6 +174,12 @@ def check_sizes(parallel: Parallel, path: str) -> None:
         need(
             len(set(sizes)) == len(sizes), f"{path}.{name}", "names a size twice", "name each once"
         )
+    need(
+        parallel.mirror == "auto" or parallel.optimizer == "sharded",
+        f"{path}.mirror",
+        f"{parallel.mirror} contradicts {path}.optimizer, which is {parallel.optimizer}",
+        "leave it out, or set the optimizer to sharded",
+    )
     need(parallel.chunks >= 1, f"{path}.chunks", "must be at least 1")
     need(
         parallel.chunks == 1 or max(parallel.pipeline) > 1,

@@ -28,6 +28,9 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "quiesce_s_max": _WAIT,
     "boundary_s_max": _WAIT,
     "reconfigure_s_max": _WAIT,
+    "restore_s_max": _WAIT,
+    "silent_s_max": _WAIT,
+    "storage_s_max": _WAIT,
     "stop_s_max": _WAIT,
     "stopped_s_max": _WAIT,
     "suspect_s_max": (SUSPECT_S_MIN, 1e6),
@@ -76,15 +79,27 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long the report of a root cause is awaited after a failed collective, before a retry in
     place; and how long paused members wait for members on unreachable nodes."""
     start_s_max: float = 180.0
-    """How long a rank of `train:` may take to be ready, and an agent to start a process. No process
-    of a script that heals in memory is ended for it. If none has adopted Unicron by then, the task
-    counts as a plain command until one does; else `unicron status` tells who is not ready."""
+    """How long a rank of `train:` may move nothing until it is ready, and how long an agent may
+    take to start a process. No process of a script that heals in memory is ended for it. If none
+    has adopted Unicron by then, the task counts as a plain command until one does; else `unicron
+    status` tells who is not ready."""
     quiesce_s_max: float = 60.0
-    """How long a rank may take to quiesce `now`, including the rest of its micro-batch."""
+    """How long a rank may take to quiesce `now`, including the rest of its micro-batch. While it
+    saves or still restores a state, the time in which it moves anything does not count."""
     boundary_s_max: float = 600.0
-    """How long a rank may take to quiesce at the end of an iteration."""
+    """The same to quiesce at the end of an iteration."""
     reconfigure_s_max: float = 30.0
-    """How long a member may take to join a new generation and to receive its state."""
+    """How long no member of a new generation may move anything until all are up in it: they meet,
+    build communicators, and build, read, receive or send their state."""
+    restore_s_max: float = 15.0
+    """How long the checkpoint stores may send a member nothing before it reads the checkpoint on
+    disk instead; half of `reconfigure_s_max` at most."""
+    storage_s_max: float = 120.0
+    """How long the storage of checkpoints may stand still for a rank that starts, recovers or
+    leaves: what is read again from the beginning would not end where storage stalls now and then.
+    Of no effect if the limit of the wait is longer."""
+    silent_s_max: float = 1800.0
+    """How long it counts as work that a process computes and moves nothing."""
     stop_s_max: float = 10.0
     """How long a process may take to exit after SIGTERM, before SIGKILL; its exit is awaited for as
     long again."""

@@ -1,4 +1,4 @@
-"""`unicron doctor` names variables of torch that are not as healing in place needs them."""
+"""`unicron doctor` names variables of torch that are not as healing needs them, and more of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import socket
 import pytest
 from unicron.cli.commands import doctor
 from unicron.workers.ipc import rank_variables
+from unicron.workers.training.dependencies import group_offers
+from unicron.workers.training.dependencies.group_offers import Offers
 
 
 @pytest.mark.parametrize(
@@ -30,6 +32,23 @@ def test_doctor_names_them(
     for name, value in given.items():
         assert f"{name}={value}" in found.result
         assert (f"without {name}={value} it heals" in found.hint) is (grade == "note")
+
+
+def test_doctor_tells_what_torch_offers_to_keep_groups() -> None:
+    found = doctor.communicators()
+    assert found.grade == "ok"
+    assert found.result == (
+        "built anew in each generation; groups could be split by gloo, "
+        "shrunk by no backend here; there is no reconfigure"
+    )
+
+
+def test_doctor_names_the_offers_of_a_build_with_nccl() -> None:
+    told = group_offers.in_words(Offers("2.13.0+cu130", "2.28.3", ("nccl",), ("nccl",), True))
+    assert told == (
+        "built anew in each generation; groups could be split by nccl, "
+        "shrunk by nccl, NCCL 2.28.3; there is reconfigure"
+    )
 
 
 def test_doctor_names_the_port_of_probes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,7 @@ def drive_loop(
     **parallel: Any,
 ) -> Driver:
     """A driver whose ranks run the example, or `script`, with these arguments."""
-    if parallel.get("optimizer") == "sharded" and "--sharded" not in words:
+    if parallel.get("optimizer", "whole") != "whole" and "--sharded" not in words:
         words = [*words, "--sharded"]
     argv = [
         str(script),

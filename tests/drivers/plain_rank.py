@@ -28,7 +28,7 @@ from unicron.workers.training.process.history import History
 from unicron.workers.training.process.trace import trace_of
 from unicron.workers.training.recovery.peers import World
 from unicron.workers.training.recovery.settlement import settle
-from unicron.workers.training.recovery.state_sources import Claim
+from unicron.workers.training.recovery.state_sources import decode_claims, encode_claim
 from unicron.workers.training.step.iteration import Iteration
 from unicron.workers.training.step.results import Failed, Outcome, Stepped
 
@@ -98,10 +98,10 @@ class PlainMember:
         part.engine.axes, part.engine.place = axes, place
         with self._control.waiting_for_others(order.generation, self._communicators.interrupt):
             news = self._communicators.meet(
-                order.generation, place, num, order.store, msgspec.msgpack.encode(part.claim())
+                order.generation, place, num, order.store, encode_claim(part.claim(), place)
             )
             self._communicators.up(axes)
-            claims = [from_msgpack(each, Claim) for each in news]
+            claims = decode_claims(news)
             settlement = settle(claims, self._train_spec.num_micro_batches, axes)
             share = settlement.shares[place]
             part.finish_step(settlement, share)
@@ -127,7 +127,7 @@ class PlainMember:
 
     def _receive(self, step_version: int, place: int) -> int:
         """If some member lacks the state, the first that has it sends it. Returns its place."""
-        part, world = self._part, World()
+        part, world = self._part, World(self._communicators.rounds)
         is_holder = part.state.step_version == step_version
         holders = [at for at, each in enumerate(world.collect(b"+" * is_holder)) if each]
         if len(holders) < world.num:

@@ -33,7 +33,7 @@ from unicron.events.records.types import (
 from unicron.events.spec.job import JobSpec, Loop, Train, parse
 from unicron.events.spec.model import Axes
 from unicron.workers.agent.processes.launcher import interface_variables
-from unicron.workers.ipc.pipe_protocol import Frame, Unpacker, pack
+from unicron.workers.ipc.pipe_protocol import Frame, MayAbort, Unpacker, WillAbort, pack
 from unicron.workers.training.process.control_thread import EXIT_AGENT_GONE
 
 START_S = 90.0
@@ -196,7 +196,10 @@ class Driver:
                 return
             with self.changed:
                 for frame in unpacker.feed(data):
-                    self.reports.append((process.rank, process.attempt, frame.body))
+                    if isinstance(frame.body, WillAbort):
+                        process.send(MayAbort(generation=frame.body.generation))
+                    else:
+                        self.reports.append((process.rank, process.attempt, frame.body))
                 self.changed.notify_all()
 
     def wait(

@@ -248,6 +248,7 @@ class RealCluster:
         - "alone": remove the file and enter a barrier of all members that only this rank enters;
         - "size": the same, an all-reduce of another size than any other;
         - "skip": remove the file and skip the next collective of all members;
+        - "cut": remove the file and shut every TCP connection of the process;
         - "slow" with `slow_s`: sleep for that time at each such event while the file exists.
         """
         hold = self.path / "trace" / "hold" / f"{task}-{rank}"

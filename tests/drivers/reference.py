@@ -176,6 +176,9 @@ class Unwatched:
     def bucket_ends(self, bucket: int) -> None:
         return
 
+    def mirror_begins(self) -> None:
+        return
+
     def tied_begins(self) -> None:
         return
 

@@ -31,6 +31,7 @@ with cpu_device.uncompiled():
     from unicron.workers.training.model import trainee as model
     from unicron.workers.training.process.history import History
     from unicron.workers.training.recovery import state_exchange, state_shards, state_transfer
+    from unicron.workers.training.recovery.peers import World
     from unicron.workers.training.recovery.regions import State, cut, kind_of
     from unicron.workers.training.recovery.resharding import Missing, Region, Shard
     from unicron.workers.training.recovery.state_sources import WHOLE, HeldState
@@ -162,6 +163,7 @@ class Walker:
         staged: bool = False,
     ) -> state_exchange.ExchangeResult:
         return state_exchange.exchange(
+            World.of_torch(),
             have,
             want,
             told,

@@ -253,7 +253,8 @@ FIELDS = {
     "objective_flop transition_flop running_s bound bound_tasks why paid_back_s "
     "alpha short spare kept",
     "Reconfigured": "task rank attempt generation step_version kept todo dealt source "
-    "received_bytes down_s up_s settle_s origin origin_node taken damaged",
+    "received_bytes down_s up_s settle_s origin origin_node taken damaged built_s "
+    "mirrored_params mirrored_bytes",
 }
 """The wire names, in order, of kinds whose Python field names differ from the wire."""
 

@@ -42,8 +42,8 @@ def d() -> Iterator[Driver]:
         ({"loop": LOOP | {"iterations": 0}}, "loop.iterations: must be at least 1"),
         ({"loop": LOOP | {"output": ""}}, "loop.output: must name a folder"),
         (
-            {"loop": LOOP | {"parallel": {"optimizer": "mirrored"}}},
-            "loop.parallel.optimizer: a mirror",
+            {"loop": LOOP | {"parallel": {"optimizer": "mirrored", "mirror": "never"}}},
+            "loop.parallel.mirror: never contradicts loop.parallel.optimizer, which is mirrored",
         ),
         (
             {"loop": LOOP | {"parallel": {"tensor": [2, 2]}}},

@@ -26,13 +26,14 @@ WAITS_S = 1.0
 """How long the member waits before it is interrupted."""
 INTERRUPTED_S_MAX = 30.0
 MEMBERS_S_MAX = 240.0
+MEMBERS_NUM_MAX = 8
 ONE_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 """Allows two ranks on one GPU, by NCCL's source from 2.30 on."""
 REFUSED = "Duplicate GPU detected"
 
 
 def check(folder: Path, device: str) -> list[Row]:
-    """Two members on two GPUs, or one member if there is one GPU."""
+    """A member on each GPU, of eight at most."""
     return _rows("groups", _run(folder, device, _num_members(device)))
 
 
@@ -52,7 +53,7 @@ def _num_members(device: str) -> int:
         return 2
     import torch
 
-    return min(torch.cuda.device_count(), 2)
+    return min(torch.cuda.device_count(), MEMBERS_NUM_MAX)
 
 
 def _run(folder: Path, device: str, num: int, **more: str) -> list[dict[str, Any]]:

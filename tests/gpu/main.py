@@ -42,9 +42,30 @@ CHECKS = {
     "overhead": "gpu.overhead:check",
     "killed": "gpu.killed:check",
     "megatron_lm": "gpu.megatron_lm:check",
+    "devices": "gpu.several:check_devices",
+    "usual_job": "gpu.several:check_usual_job",
+    "hang": "gpu.several:check_hang",
+    "link_cut": "gpu.several:check_link_cut",
+    "connections": "gpu.several:check_connections",
 }
 """By name: the function of each check."""
-ON_CPU = ("groups", "fork", "optimizer_state", "te_layers", "overhead", "killed", "megatron_lm")
+EXPECTED = {
+    "groups": "built, left in a wait, and rebuilt five times; left within 3 s, no memory kept",
+    "nccl_errors": "the first member is told of the end of the second in seconds, by NCCL alone",
+    "killed": "the survivor's process lives on, no iteration is lost, losses are equal",
+    "devices": "every rank sees its own GPU by UUID, also where its task has not the first slot",
+    "usual_job": "the survivors' processes live on (no illegal memory access), the losses go on as "
+    "without a fault; with copies alone at most copy_every iterations are lost",
+    "hang": "the rank that sleeps is named in the incident and replaced alone",
+    "link_cut": "an incident of the network; all processes live on, no iteration is lost",
+    "connections": "HTTP, object store, Redis and a socket in C work after 20 kills, on one "
+    "connection each",
+}
+"""What two or more GPUs show, by the name `several`: what is expected of each check."""
+ON_CPU = (
+    *("groups", "fork", "optimizer_state", "te_layers", "overhead", "killed", "megatron_lm"),
+    *("devices", "usual_job", "hang", "link_cut", "connections"),
+)
 """Those that the same code can also run on the CPU, to test it."""
 CHECK_S_MAX = 600.0
 VERSIONS_S_MAX = 120.0
@@ -68,7 +89,7 @@ def main() -> None:
     parser.add_argument("--device", choices=(CUDA, CPU), default=CUDA)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "gpu.json")
     options = parser.parse_args()
-    names = options.checks.split(",")
+    names = options.checks.replace("several", ",".join(EXPECTED)).split(",")
     if unknown := [name for name in names if name not in CHECKS]:
         parser.error(f"no check {unknown[0]}; there are {', '.join(CHECKS)}")
     about = versions()
@@ -82,6 +103,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         for name in names:
+            if name in EXPECTED:
+                print(f"{name:18}  expected: {EXPECTED[name]}", flush=True)
             outcomes.append(run(name, options.device))
             one = outcomes[-1]
             print(

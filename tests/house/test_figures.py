@@ -164,8 +164,11 @@ def test_every_block_is_rendered_from_its_bench_rows(name: str, tmp_path: Path) 
         *figures.slurm.UNITS,
         *figures.web.GOALS,
         "worst_s",
+        "mb_per_s",
+        "share_of_copy",
     )
-    systems = ("unicron", "unicron_mirrored", "unicron_sharded", *figures.POLICIES)
+    plain = figures.restore.PLAIN
+    systems = (plain, "unicron", "unicron_mirrored", "unicron_sharded", *figures.POLICIES)
     rows = [
         row(case, system, metric, 0.125, 5)
         for case in figures.BLOCKS[name].cases
@@ -194,8 +197,11 @@ def test_a_case_that_is_newer_than_the_page_is_named(tmp_path: Path) -> None:
     page = tmp_path / block.page
     page.parent.mkdir(parents=True)
     page.write_text(PAGE.format("settlement").replace("old text", "`ranks_64` `ranks_256`"))
-    assert figures.unshown("settlement", block, tmp_path) == "; not on the page: ranks_1024"
-    page.write_text(page.read_text().replace("`ranks_256`", "`ranks_256` `ranks_1024`"))
+    assert figures.unshown("settlement", block, tmp_path) == (
+        "; not on the page: ranks_1024, ranks_4096"
+    )
+    more = "`ranks_256` `ranks_1024` `ranks_4096`"
+    page.write_text(page.read_text().replace("`ranks_256`", more))
     assert figures.unshown("settlement", block, tmp_path) == ""
 
 

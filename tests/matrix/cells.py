@@ -127,8 +127,8 @@ class Point(NamedTuple):
 
     `nth`: which of the victim's own micro-batches; -1: none. `mate`: the second victim. It is
     struck at the point too if all ranks reach the point, else wherever it is then. `only`: the
-    variants that have this point, if not all. `train` is added to the spec. `skips`: found-inf
-    makes the struck iteration take no step.
+    variants that have this point, if not all; with mirrors, two victims are no neighbours. `train`
+    is added to the spec. `skips`: found-inf makes the struck iteration take no step.
     """
 
     name: str
@@ -161,7 +161,7 @@ TENSORED = (
     "tp2dp2 mirrored",
     "tp2dp4",
     "tp2pp2dp2",
-    "tp2pp2dp2 zero1",
+    "tp2pp2dp2 mirrored",
 )
 PIPELINED = (
     "pp2dp2",
@@ -173,9 +173,11 @@ PIPELINED = (
     "pp2dp4",
     "pp4dp2",
     "tp2pp2dp2",
-    "tp2pp2dp2 zero1",
+    "tp2pp2dp2 mirrored",
 )
-SHARDED = ("zero1", "zero1 bf16", "mirrored", "tp2dp2 zero1", "tp2dp2 mirrored", "tp2pp2dp2 zero1")
+MIRRORING = ("mirrored", "mirrored bf16", "tp2dp2 mirrored", "tp2pp2dp2 mirrored")
+SHARDED = ("zero1", "tp2dp2 zero1", *MIRRORING)
+"""`zero1` is what a job is with `mirror: never`; without it, it is submitted as `mirrored`."""
 LAYOUTS = tuple(dict.fromkeys((*TENSORED, *PIPELINED, *SHARDED)))
 SPLIT_ANEW = tuple(
     name for name in LAYOUTS if " to " not in name and name not in ("tp2dp4", "pp2dp4", "tp2pp2dp2")
@@ -208,6 +210,7 @@ POINTS = (
     Point("some buckets whole, on some ranks", "partly", "bucket", bucket=2, only=("overlapped",)),
     Point("embedding gradients", event="embedding", victim=0, mate=1, only=PIPELINED),
     Point("layer-norm gradients", absent=PARTS),
+    Point("sending a shard to its mirror", event="mirror", mate=3, only=MIRRORING),
     Point("reduction whole", "step", "reduced"),
     Point("entering the gate", "step", "gate", only=LAYOUTS),
     Point("through the gate", "step", "passed", only=LAYOUTS),
@@ -264,7 +267,7 @@ BOTH = {"parallel": {"tensor": [1, 2], "pipeline": [1, 2]}}
 ZERO1 = {"parallel": {"optimizer": "sharded"}}
 MIRRORED = {"parallel": {"optimizer": "mirrored"}}
 DEEP = {"parallel": {"pipeline": [1, 2, 4]}, "model": {"num_layers": 4}}
-BOTH_ZERO1 = {"parallel": BOTH["parallel"] | {"optimizer": "sharded"}}
+BOTH_MIRRORED = {"parallel": BOTH["parallel"] | {"optimizer": "mirrored"}}
 TENSOR_ZERO1 = {"parallel": TENSOR["parallel"] | {"optimizer": "sharded"}}
 TENSOR_MIRRORED = {"parallel": TENSOR["parallel"] | {"optimizer": "mirrored"}}
 BF16 = {"precision": "bf16"}
@@ -293,7 +296,7 @@ VARIANTS = (
     Variant("tp2dp2 bf16", TENSOR | BF16, Axes(tp=2, dp=2), {2: Axes(tp=2)}),
     Variant("pp2dp2 bf16", PIPELINE | BF16, Axes(pp=2, dp=2), {2: Axes(pp=2)}),
     Variant("zero1", ZERO1),
-    Variant("zero1 bf16", ZERO1 | BF16),
+    Variant("mirrored bf16", MIRRORED | BF16),
     Variant("mirrored", MIRRORED),
     Variant("tp2dp2 zero1", TENSOR_ZERO1, Axes(tp=2, dp=2), {2: Axes(tp=2)}),
     Variant("tp2dp2 mirrored", TENSOR_MIRRORED, Axes(tp=2, dp=2), {2: Axes(tp=2)}),
@@ -301,7 +304,7 @@ VARIANTS = (
     Variant("pp2dp4", PIPELINE, Axes(pp=2, dp=4), {7: Axes(pp=2, dp=3)}),
     Variant("pp4dp2", DEEP, Axes(pp=4, dp=2), {7: Axes(pp=2, dp=3)}),
     Variant("tp2pp2dp2", BOTH, Axes(tp=2, pp=2, dp=2), {7: Axes(tp=2, pp=2)}),
-    Variant("tp2pp2dp2 zero1", BOTH_ZERO1, Axes(tp=2, pp=2, dp=2), {7: Axes(tp=2, dp=3)}),
+    Variant("tp2pp2dp2 mirrored", BOTH_MIRRORED, Axes(tp=2, pp=2, dp=2), {7: Axes(tp=2, dp=3)}),
 )
 
 
@@ -347,17 +350,17 @@ LOOPS = (
     ),
     Variant(
         "loop: both overlaps",
-        ZERO1,
+        MIRRORED,
         flags=("bf16", "overlapped gather"),
-        points=(*AROUND, "join: newcomer takes state"),
+        points=(*AROUND, "sending a shard to its mirror", "join: newcomer takes state"),
     ),
     Variant(
         "loop: usual flags",
-        BOTH_ZERO1,
+        BOTH_MIRRORED,
         Axes(tp=2, pp=2, dp=2),
         {7: Axes(tp=2, pp=2)},
         ("bf16", "overlapped gather", "sequence parallel", "recompute"),
-        (*AROUND, "join: newcomer takes state"),
+        (*AROUND, "sending a shard to its mirror", "join: newcomer takes state"),
     ),
 )
 """Custom loops. Per-token loss is that of all but one. Both overlaps need the sharded optimizer."""
@@ -389,7 +392,7 @@ EIGHT = {
     "pp2dp4": "between stages",
     "pp4dp2": "join: put in force",
     "tp2pp2dp2": "join: newcomer takes state",
-    "tp2pp2dp2 zero1": "buckets whole on some ranks",
+    "tp2pp2dp2 mirrored": "buckets whole on some ranks",
 }
 """One more cell of each layout of eight ranks: `make test-thorough` runs them."""
 

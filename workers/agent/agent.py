@@ -133,6 +133,7 @@ class Agent:
                 self._shim,
                 self._spool,
                 health.killed if health else None,
+                health.lost_slots if health else tuple,
             )
             prober = Prober(node.name, node.incarnation, self._outbox.put, group)
             try:

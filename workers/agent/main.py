@@ -28,7 +28,7 @@ from ...events.process_log import configure_logging
 from ...events.records.types import Labels
 from ...events.secret_environment import REDIS_URL, TOKEN, URL, remove_secrets
 from ..checkpoint_store.store import bytes_max
-from ..host import rank_user
+from ..host import gpus, rank_user
 from ..host.rank_cgroups import Limits
 from ..host.rank_user import RankUser
 from ..ipc import rank_variables
@@ -314,7 +314,7 @@ def _node(
         num_slots=options.num_slots,
         state_dir=options.state_dir.absolute(),
         labels=options.labels,
-        devices=_devices(options.num_slots, os.environ),
+        devices=_by_uuid(_devices(options.num_slots, os.environ)),
         watch=options.watch,
         rank_argv=options.rank_argv,
         redact=joined.redact,
@@ -345,7 +345,7 @@ def _note(node: NodeConfig, options: AgentOptions) -> dict[str, object]:
         "cluster": node.cluster,
         "host": node.host,
         "slots": node.num_slots,
-        "devices": list(node.devices),
+        "devices": list(_devices(options.num_slots, os.environ)),
         "run_as": options.run_as,
         "labels": msgspec.to_builtins(node.labels),
     }
@@ -531,3 +531,10 @@ def _devices(num_slots: int, env: Mapping[str, str]) -> tuple[str, ...]:
             "lower --slots, or widen CUDA_VISIBLE_DEVICES",
         )
     return given[:num_slots]
+
+
+def _by_uuid(devices: tuple[str, ...]) -> tuple[str, ...]:
+    """The same GPUs by UUID. The driver is asked only if one is given by its index."""
+    if not any(device.isdecimal() for device in devices):
+        return devices
+    return gpus.by_uuid(devices, gpus.uuids() or {})

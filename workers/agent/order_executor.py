@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from functools import partial
 from typing import NoReturn
 
@@ -20,7 +20,7 @@ from ...events.records.types import Body
 from ...events.shortage import errno_of, outlast
 from ...events.timing import REAP_S_MAX, STACKS_S_MAX, STOP_GRACE_S
 from ..host import linux
-from ..ipc.pipe_protocol import Adopted, Frame
+from ..ipc.pipe_protocol import Adopted, Frame, MayAbort, WillAbort
 from ..ipc.progress_page import ProgressPage
 from ..ipc.violation import Violation
 from .checkpoint_store import CheckpointStore
@@ -60,7 +60,7 @@ class _OrdersNote(Struct, frozen=True):
 
 class OrderExecutor:
     """Owns all ranks of the node. `report` spools a body; `group` owns one task per rank. `clock`
-    gives seconds since 1970. `journal` has the notes of a former agent."""
+    gives seconds since 1970. `journal` has the notes of a former agent. `lost`: as in Launcher."""
 
     def __init__(
         self,
@@ -72,10 +72,11 @@ class OrderExecutor:
         shim: Shim,
         journal: Spool,
         killed: OomLookup | None = None,
+        lost: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self._node = node
         self._store = store
-        self._starter = Launcher(node, shim)
+        self._starter = Launcher(node, shim, lost)
         self._report = report
         self._journal = journal
         note = journal.notes.get(_ORDERS)
@@ -181,11 +182,9 @@ class OrderExecutor:
                     # Its StartRank was withdrawn before it could arrive, or the rank has exited.
                     self._refuse(record.seq, "there is no such rank")
             case orders.Quiesce() as order:
-                self._forward(
-                    record,
-                    store_keys,
-                    [rank for rank in self._of(order.task) if rank.order.rank in order.ranks],
-                )
+                ranks = [rank for rank in self._of(order.task) if rank.order.rank in order.ranks]
+                self._expect(ranks, order.tell_s)
+                self._forward(record, store_keys, ranks)
             case orders.Reconfigure() as order:
                 members = {(m.rank, m.attempt) for m in order.members if m.node == self._node.name}
                 ranks = [
@@ -196,6 +195,7 @@ class OrderExecutor:
                 for rank in ranks:
                     rank.note.generation = max(rank.note.generation, order.generation)
                     self._journal.note(*self._note(rank))
+                self._expect(ranks, order.tell_s)
                 self._forward(record, store_keys, ranks)
             case orders.Resume() | orders.SetCheckpointStores() as order:
                 self._forward(
@@ -301,6 +301,10 @@ class OrderExecutor:
         task = self._group.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _expect(self, ranks: list[RankAttempt], tell_s: float) -> None:
+        for rank in ranks:
+            self.watch.expect(rank.key, tell_s)
 
     def _of(self, task: int) -> list[RankAttempt]:
         return [rank for rank in self._ranks.values() if rank.order.task == task]
@@ -438,6 +442,7 @@ class OrderExecutor:
                     await self._watch(rank)
         finally:
             del self._ranks[rank.key]
+            self._let_abort(order.task, rank.note.generation)
             self._note_orders()
 
     def _spawn(self, rank: RankAttempt) -> bool:
@@ -477,7 +482,9 @@ class OrderExecutor:
         """Monitor a process that runs."""
         order, note = rank.order, rank.note
         rank.process, rank.pipe = process, pipe
-        self.watch.begin(order, page, process.pid, is_stalled=note.is_stalled)
+        self.watch.begin(
+            order, page, process.pid, is_stalled=note.is_stalled, is_adopted=rank.is_adopted
+        )
         rank.memory = self._exit_reporter.watch(process.pid)
         if order.spec.command and not (note.is_ready or note.fault):
             self.readers.begin(
@@ -579,7 +586,8 @@ class OrderExecutor:
         rank.note.frames = frame.seq
         if rank.note.fault:
             return  # it has broken the protocol: nothing that it sends counts any more
-        if not isinstance(frame.body, Adopted) and (why := rank.limits.violation(frame)):
+        is_record = not isinstance(frame.body, (Adopted, WillAbort))
+        if is_record and (why := rank.limits.violation(frame)):
             raise Violation(why)
         if not rank.limits.admits(frame):
             if rank.pipe is not None:
@@ -587,6 +595,10 @@ class OrderExecutor:
             return
         if isinstance(frame.body, Adopted):
             self._on_adopted(rank, frame.body.pid)
+            return
+        if isinstance(frame.body, WillAbort):
+            rank.will_abort = max(rank.will_abort, frame.body.generation)
+            self._let_abort(rank.order.task, frame.body.generation)
             return
         body = rank.redactor.body(frame.body)
         if isinstance(body, reports.RankErrored):
@@ -621,6 +633,21 @@ class OrderExecutor:
             order.slot.index,
             self._note(rank),
         )
+
+    def _let_abort(self, task: int, generation: int) -> None:
+        """Once all living ranks of a generation here are about to abort, tell them so. NCCL frees
+        memory that the other ranks of the node may still use (NVIDIA/nccl#863)."""
+        there = [
+            rank
+            for rank in self._of(task)
+            if rank.note.generation == generation
+            and rank.process is not None
+            and not rank.process.has_ended
+        ]
+        if generation and all(rank.will_abort >= generation for rank in there):
+            for rank in there:
+                if rank.pipe is not None:
+                    rank.pipe.send(Frame(body=MayAbort(generation=generation)))
 
     def _report_dropped(self, rank: RankAttempt, *, is_last: bool = False) -> None:
         if (dropped := rank.limits.take_dropped(is_last=is_last)) is not None:

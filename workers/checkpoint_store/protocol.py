@@ -22,7 +22,8 @@ import secrets
 import socket
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import msgspec
@@ -290,30 +291,37 @@ def decode_manifest(data: bytes, data_bytes: int) -> Manifest:
 
 
 # --- authentication ---
-def connect(endpoint: str, key: StoreKey | None, wait_s: float = STALL_S_MAX) -> socket.socket:
+def connect(
+    endpoint: str,
+    key: StoreKey | None,
+    wait_s: float = STALL_S_MAX,
+    within: Callable[[socket.socket], AbstractContextManager[None]] = lambda _: nullcontext(),
+) -> socket.socket:
     """Connect to the store at `endpoint`; both sides authenticate. `key`: None if no order gave one
-    for this store. No single wait is longer than `wait_s`. Raises OSError, TransferError."""
+    for this store. No single wait is longer than `wait_s`. `within`: the context in which the
+    answers are waited for. Raises OSError, TransferError."""
     if key is None:
         raise TransferError(f"no order has a key of the store at {endpoint}")
     connection = socket.create_connection(
         network_address.split_endpoint(endpoint), timeout=min(CONNECT_S_MAX, wait_s)
     )
     try:
-        connection.settimeout(min(STALL_S_MAX, wait_s))
-        greeting = receive(connection, Greeting)
-        nonce = secrets.token_bytes(NONCE_LENGTH)
-        send(
-            connection,
-            Claim(
-                task=key.task,
-                generation=key.generation,
-                nonce=nonce,
-                answer=_answer(key, b"rank", greeting.nonce),
-            ),
-        )
-        proof = receive(connection, Proof)
-        if not hmac.compare_digest(proof.answer, _answer(key, b"keeper", nonce)):
-            raise TransferError(f"{endpoint} does not know the key of task {key.task}")
+        with within(connection):
+            connection.settimeout(min(STALL_S_MAX, wait_s))
+            greeting = receive(connection, Greeting)
+            nonce = secrets.token_bytes(NONCE_LENGTH)
+            send(
+                connection,
+                Claim(
+                    task=key.task,
+                    generation=key.generation,
+                    nonce=nonce,
+                    answer=_answer(key, b"rank", greeting.nonce),
+                ),
+            )
+            proof = receive(connection, Proof)
+            if not hmac.compare_digest(proof.answer, _answer(key, b"keeper", nonce)):
+                raise TransferError(f"{endpoint} does not know the key of task {key.task}")
     except BaseException:
         connection.close()
         raise

@@ -1,7 +1,8 @@
 """The pipe between an agent and a rank: length-prefixed msgpack; and the zygote's messages.
 
-Agent to rank: orders with their seq and epoch, StartRank first; WriteDump, which is no record. Rank
-to agent: reports with the rank's clock, numbered; Adopted, which is no record. A frame that an
+Agent to rank: orders with their seq and epoch, StartRank first; WriteDump and MayAbort, which are
+no records. Rank to agent: reports with the rank's clock, numbered; Adopted and WillAbort, which are
+no records. A frame that an
 agent's successor sends or finds again has the same number. A closed pipe means that the agent and
 its shim are gone: the rank exits.
 """
@@ -51,7 +52,21 @@ class Adopted(Body, frozen=True):
     pid: int
 
 
-_NO_RECORDS: dict[str, type[Body]] = {kind.__name__: kind for kind in (WriteDump, Adopted)}
+class WillAbort(Body, frozen=True):
+    """From a rank that leaves a generation: it is about to abort its NCCL communicators."""
+
+    generation: int
+
+
+class MayAbort(Body, frozen=True):
+    """Agent to such ranks: all ranks of the generation that live on this node are about to."""
+
+    generation: int
+
+
+_NO_RECORDS: dict[str, type[Body]] = {
+    kind.__name__: kind for kind in (WriteDump, Adopted, WillAbort, MayAbort)
+}
 
 
 class _Wire(Struct, frozen=True, kw_only=True):

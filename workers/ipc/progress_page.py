@@ -11,8 +11,9 @@ end a process that has it mapped.
 
 Layout: two places for the newest mark, written in turn, so that one is always complete; then a ring
 of the last finished iterations. A complete record begins and ends with the same counter. After
-these PAGE_BYTES come the rows of the rank's groups (group_rows.py); a page of version 1 ends before
-them. Times are of CLOCK_MONOTONIC, which is the same for all processes of a host.
+these PAGE_BYTES come the rows of the rank's groups (group_rows.py), then its work row
+(work_row.py); a page of version 1 ends before them. Times are of CLOCK_MONOTONIC, which is the same
+for all processes of a host.
 """
 
 import fcntl
@@ -26,13 +27,18 @@ from typing import Any, Literal, NamedTuple
 
 from ..diagnosis.step_time import Kind
 from ..host.cpu_wait import CpuWait
-from . import group_rows
+from . import group_rows, work_row
 from .group_rows import Progress, RowsWriter
 from .violation import Violation
+from .work_row import RowWriter, WorkRow
 
 PAGE_BYTES = 4096
 """Of version 1: what a page of every version begins with."""
-FILE_BYTES = PAGE_BYTES + group_rows.BYTES
+_WORK_AT = PAGE_BYTES + group_rows.BYTES
+FILE_BYTES = _WORK_AT + work_row.BYTES
+_SIZES = (FILE_BYTES, _WORK_AT, PAGE_BYTES)
+"""Of this version's pages, and of earlier ones: a rank may be older than its agent, and the other
+way round."""
 RING_NUM = 60
 _MARK = struct.Struct("<QqqI4xBB16sdddQ")
 _DONE = struct.Struct("<QqqddBQ")
@@ -108,10 +114,10 @@ class ProgressWriter:
         self.rows: RowsWriter | None = None
         """What the rank has entered in each group; None: the page has no room for it."""
         if fd >= 0:
-            has_rows = os.fstat(fd).st_size >= FILE_BYTES
-            self._page = mmap.mmap(fd, FILE_BYTES if has_rows else PAGE_BYTES)
+            size = os.fstat(fd).st_size
+            self._page = mmap.mmap(fd, next((most for most in _SIZES if size >= most), PAGE_BYTES))
             os.close(fd)
-            if has_rows:
+            if len(self._page) >= _WORK_AT:
                 self.rows = RowsWriter(self._page, PAGE_BYTES)
         self._num = self._num_done = 0
         self._generation = self._iteration = 0
@@ -122,6 +128,12 @@ class ProgressWriter:
         self._cpu_wait = CpuWait()
         self._starved_s = self._starved_from_s = 0.0
         """CPU wait in the rank's own work of this iteration; the counter when the phase began."""
+
+    @property
+    def work(self) -> RowWriter | None:
+        """What the rank does for which its task waits; None: the page has no room for it."""
+        has_room = self._page is not None and len(self._page) >= FILE_BYTES
+        return RowWriter(self._page, _WORK_AT) if self._page is not None and has_room else None
 
     def begin(self, generation: int, iteration: int, kind: Kind) -> None:
         """An iteration begins, or continues in another generation."""
@@ -203,7 +215,8 @@ class ProgressPage:
             self.fd = os.memfd_create("unicron-pulse", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, FILE_BYTES)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-        self._has_rows = os.fstat(self.fd).st_size >= FILE_BYTES
+        size = os.fstat(self.fd).st_size
+        self._has_rows, self._has_work = size >= _WORK_AT, size >= FILE_BYTES
 
     def mark(self) -> Mark | None:
         """The newest complete mark; None if there is none yet."""
@@ -260,6 +273,13 @@ class ProgressPage:
         if not self._has_rows:
             return 0
         return group_rows.num_entered(self._copy(PAGE_BYTES, group_rows.BYTES))
+
+    def work(self) -> WorkRow | None:
+        """What the rank does for which its task waits; None: it does not say it."""
+        if not self._has_work:
+            return None
+        first, again = (self._copy(_WORK_AT, work_row.BYTES) for _ in range(2))
+        return work_row.read(first, again)
 
     def close(self) -> None:
         """A second call does nothing."""

@@ -14,6 +14,15 @@ NEEDED = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
 
+STORE = {
+    # gloo then asks a group's store for the addresses of all members at once, not one by one.
+    "GLOO_ENABLE_STORE_V2_API": "1",
+    # A member's address is then as long with many members as with few.
+    "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER": "1",
+}
+"""Without these, a rank's requests to the store, and the bytes of its address, grow with the ranks;
+it heals as well."""
+
 
 def others(environment: Mapping[str, str]) -> list[str]:
     """NAME=VALUE of those that are set to something else: an NCCL fault may then end the rank."""

@@ -2,26 +2,25 @@
 
 import gc
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from time import monotonic as clock
 
-import msgspec
 import structlog
 import torch
 from msgspec.structs import replace
 
-from ...events.decoding import from_msgpack
 from ...events.errors import UsageError
 from ...events.records import reports
 from ...events.records.orders import Quiesce, Reconfigure, Resume, StartRank
 from ...events.records.types import SaveKind
-from ...events.spec.job import Train, is_url
+from ...events.spec.job import Train
 from ...events.spec.model import Axes
 from ...events.spec.parallelism import coordinates, layout_in_words, num_positions, replica
 from ..diagnosis.classifier import classify
 from ..host import output_owner
 from ..ipc.progress_page import EVALUATE, OUTSIDE_CODE, ProgressWriter
+from ..ipc.work_row import WorkCount
 from .checkpoint import checkpoint, memory_checkpoint
 from .checkpoint.final_save import save_at_end
 from .checkpoint.memory_checkpoint import StoreOrder
@@ -39,7 +38,13 @@ from .process.flight_recorder import Recorder
 from .process.history import History
 from .process.trace import Event, trace_of
 from .recovery.settlement import MemberAssignment, settle
-from .recovery.state_sources import NO_STATE, Claim, other_versions
+from .recovery.state_sources import (
+    NO_STATE,
+    Claim,
+    decode_claims,
+    encode_claim,
+    other_versions,
+)
 from .state_recovery import StateRecovery, with_shards
 from .step.iteration import Iteration
 from .step.results import Failed, Outcome, Stepped
@@ -47,6 +52,9 @@ from .step.stats import Stats
 
 PROGRESS_S = 1.0
 """Minimum time between two progress reports of the member at position 0."""
+MEET_S_MAX = 5.0
+"""How long a member waits for those of its node before it aborts its communicators: one of them may
+hang, and a wait that no abort ends counts as stuck after control_thread.BUILDING_S_MAX."""
 WHY_CHARS_MAX = 1000
 """Characters that are reported of the error of a collective or of a join."""
 
@@ -102,10 +110,10 @@ class Member:
         if self.train.reproducible != "rounding":
             determinism.require()
         torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
-        if torch.cuda.is_available():
-            torch.cuda.set_device(start.slot.index % torch.cuda.device_count())
-        device = cpu_device.prepare_device()
-        self.communicators = Communicators(_host(environment), device, self._tell_nccl_error)
+        device = cpu_device.prepare_device(environment)
+        self.communicators = Communicators(
+            _host(environment), device, self._tell_nccl_error, self._meet_before_abort
+        )
         self.communicators.on_groups = work.on_groups
         self._owner = output_owner.of_rank(
             environment, start.task, start.spec.name, self.train.output
@@ -117,9 +125,8 @@ class Member:
         begins = start.attempt == 1 and not start.checkpoint
         with self.communicators.without_peers(axes, place) as roots:
             self.trace.note("build", 0, NO_STATE)
-            trainee = with_shards(
-                work.build(device, self.communicators.groups, axes, place, begins=begins)
-            )
+            groups = self.communicators.groups
+            trainee = with_shards(work.build(device, groups, axes, place, begins=begins))
             self.size = work.whole_size(trainee, self.communicators.alone())
             roots += trainee.roots
         self.history = History()
@@ -134,13 +141,12 @@ class Member:
             self.iteration.part,
             control.store_keys,
             begins=begins,
-            sparing=self.exclude_new_sockets,
             note=self._note,
+            count=WorkCount(pulse.work, goes_on=lambda: not self.communicators.woken),
         )
         self.copier = memory_checkpoint.MemorySaver(
             start,
             control.store_keys,
-            spare=self.communicators.spare,
             tell=control.tell_unless_behind,
             note=self.trace.note,
         )
@@ -158,19 +164,12 @@ class Member:
         gc.collect()
         gc.freeze()
 
-    def exclude_new_sockets(self) -> AbstractContextManager[None]:
-        """As in Communicators, if checkpoints are at a URL."""
-        urls = (self._owner.output, self.train.output, self.train.begin_from)
-        is_needed = any(map(is_url, urls))
-        return self.communicators.exclude_new_sockets() if is_needed else nullcontext()
-
     def _own_output(self) -> None:
         """Try the output, and become its owner. Raises UsageError, OSError before the task has
         begun."""
         what = f"{'train' if self.start.spec.train else 'loop'}.output"
         try:
-            with self.exclude_new_sockets():
-                checkpoint.check_output(self.train.output, what, self._owner)
+            checkpoint.check_output(self.train.output, what, self._owner)
         except (UsageError, OSError) as error:
             if not self.start.has_begun:
                 raise
@@ -280,23 +279,24 @@ class Member:
         """Exchange claims, build communicators, recover missing state. Raises RuntimeError."""
         began_s = clock()
         self._note("meet")
-        claim_bytes = self.communicators.meet(
+        encoded = self.communicators.meet(
             order.generation,
             place,
             len(order.members),
             order.store,
-            msgspec.msgpack.encode(self.recovery.claim()),
+            encode_claim(self.recovery.claim(), place),
         )
-        claims = [from_msgpack(data, Claim) for data in claim_bytes]
+        claims = decode_claims(encoded)
         self._check_versions(claims, order, place)
-        self.communicators.up(self.axes, self._replica(place))
+        built_s = self.communicators.up(self.axes, self._replica(place))
         up_s = clock()
         self._note("settle")
         settlement = settle(claims, self.train.num_micro_batches, self.axes)
         share = settlement.shares[place]
-        with self.communicators.borrow_groups():
-            self.iteration.part.finish_step(settlement, share)
-        recovered = self.recovery.recover(order, place, claims, settlement)
+        with self.communicators.settling():
+            with self.communicators.borrow_groups():
+                self.iteration.part.finish_step(settlement, share)
+            recovered = self.recovery.recover(order, place, claims, settlement)
         step_version = self.settled = recovered.step_version
         if step_version >= self.train.iterations:
             share = MemberAssignment(kept=(), todo=(), reassigned=())
@@ -329,6 +329,8 @@ class Member:
             origin_node=recovered.node,
             received_from=recovered.taken,
             damaged=recovered.damaged if place == 0 else "",
+            built_s=built_s if place == 0 else {},
+            **self.recovery.next_model.mirrored_size(),
         )
 
     def _check_versions(self, claims: Sequence[Claim], order: Reconfigure, place: int) -> None:
@@ -490,6 +492,12 @@ class Member:
         self._leave()
         return False
 
+    def _meet_before_abort(self, generation: int) -> None:
+        """Called in another thread before this member aborts its NCCL communicators: wait for the
+        other members on this node."""
+        if self.nodes.count(self.start.slot.node) > 1:
+            self.control.meet_before_abort(generation, MEET_S_MAX)
+
     def _tell_nccl_error(self, generation: int, error: NcclError) -> None:
         """NCCL reports an error of a group, in another thread: its collectives will not end. The
         training thread waits in one, until an order to stop interrupts it."""
@@ -583,8 +591,8 @@ class Member:
             what,
             self.start,
             tell=self.control.tell,
-            exclude_new_sockets=self.exclude_new_sockets,
             note=self.trace.note,
+            count=WorkCount(self.pulse.work),
         )
 
     def _own_saver(self) -> Saver:

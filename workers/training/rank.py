@@ -131,7 +131,7 @@ def _first(connection: socket.socket, unpacker: Unpacker) -> list[Frame]:
 
 def _prepare() -> None:
     """Set what must be in the environment before torch is imported."""
-    for name, value in rank_variables.NEEDED.items():
+    for name, value in (rank_variables.NEEDED | rank_variables.STORE).items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(FLIGHT_ENTRIES_NUM_MAX))

@@ -8,7 +8,6 @@ part of an in-memory checkpoint or of the checkpoint on disk, or begins from the
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
 
@@ -21,9 +20,11 @@ from ...events.errors import UsageError
 from ...events.log.identity import StoreKeys
 from ...events.records.orders import Reconfigure, StartRank
 from ...events.records.types import Origin, ReceivedState
+from ...events.spec.job import Train
 from ...events.spec.model import Axes
 from ...events.spec.parallelism import num_positions
 from ..checkpoint_store.protocol import TransferError
+from ..ipc.work_row import WorkCount
 from .checkpoint import checkpoint, memory_restore
 from .checkpoint.memory_restore import Fetched, Stores
 from .communicators.communicators import Communicators
@@ -33,7 +34,7 @@ from .model.trainee import TrainingModel
 from .model.workload import Beginning, BuildPart, Workload
 from .process.trace import Event
 from .recovery import state_shards
-from .recovery.peers import World
+from .recovery.peers import World, is_so_on_all
 from .recovery.regions import State
 from .recovery.resharding import Missing
 from .recovery.settlement import Settlement, find_receivers
@@ -89,13 +90,15 @@ class StateRecovery:
         store_keys: StoreKeys,
         *,
         begins: bool,
-        sparing: Callable[[], AbstractContextManager[None]],
         note: Callable[[Event], None],
+        count: WorkCount,
     ) -> None:
-        self._start, self._work, self._train = start, work, work.train
+        """`count`: of what it moves and builds, until the generation is interrupted."""
+        self._count = count
+        self._start, self._work = start, work
         self._beginning = _beginning_of(start, work)
         self._communicators, self._part = communicators, part
-        self._store_keys, self._sparing, self._note = store_keys, sparing, note
+        self._store_keys, self._note = store_keys, note
         self._staged: TrainingModel | None = None
         self._staged_numbers: training_state.Numbers | None = None
         self._staged_in = 0
@@ -107,9 +110,19 @@ class StateRecovery:
         """The model that the workload has set to the state of the first iteration."""
 
     @property
+    def _train(self) -> Train:
+        return self._work.train
+
+    @property
     def _trainee(self) -> TrainingModel:
         """The model that this member trains."""
         return self._part.engine.trainee
+
+    @property
+    def next_model(self) -> TrainingModel:
+        """The model that this member trains once all members have their parts."""
+        staged = self._staged if self.is_staged_next else None
+        return staged or self._trainee
 
     # --- recovery into this member ---
     def recover(
@@ -214,9 +227,12 @@ class StateRecovery:
             self._communicators.discard_handles()
             mine.release()
         self._note("build")
-        trainee = with_shards(
-            self._work.build(mine.device, self._communicators.groups, axes, place, begins=begins)
-        )
+        with self._count.of("builds its model", unit=""):
+            trainee = with_shards(
+                self._work.build(
+                    mine.device, self._communicators.groups, axes, place, begins=begins
+                )
+            )
         trainee.release_gradients()
         if is_worthless:
             part.set_model(MegatronEngine(trainee))
@@ -261,6 +277,7 @@ class StateRecovery:
             have = source.shards if source.is_gathered else state_shards.stepped(source)
         try:
             found = exchange(
+                World(self._communicators.rounds),
                 have,
                 with_shards(target).shards if target is not None else have,
                 numbers,
@@ -270,7 +287,7 @@ class StateRecovery:
                 nodes=[member.node for member in order.members],
                 staged=not in_place,
                 note=self._note,
-                goes_on=lambda: not self._communicators.woken,
+                count=self._count,
             )
         except Missing as missing:
             # Every member raises this: its peers have excluded the last holder of some part.
@@ -402,7 +419,7 @@ class StateRecovery:
             result = b"+" + call()
         except (RuntimeError, UsageError) as error:
             failed, result = error, str(error).encode()
-        results = World().collect(result)
+        results = self._communicators.rounds.gather(result)
         if failed is not None:
             raise failed
         for each in results:
@@ -441,8 +458,7 @@ class StateRecovery:
             if has_place:
                 assert self._beginning is not None
                 self._is_overwritten = True
-                with self._sparing():
-                    self._beginning.read(trainee, stored, self._part.history)
+                self._beginning.read(trainee, stored, self._part.history, self._count)
             return b""
 
         self._together(read)
@@ -461,8 +477,7 @@ class StateRecovery:
             self._is_overwritten = True
             folder = checkpoint.folder_of(order.output or self._train.output, path)
             try:
-                with self._sparing():
-                    version = checkpoint.load(folder, trainee, self._part.history)
+                version = checkpoint.load(folder, trainee, self._part.history, self._count)
             except checkpoint.DamagedCheckpoint as error:
                 return b"!" + str(error).encode()
             return str(version).encode()
@@ -501,9 +516,17 @@ class StateRecovery:
         """A collective: read the newest in-memory checkpoint that every member can read, from step
         version `stored` on. None if there is none. Raises RuntimeError."""
         stores = Stores(
-            self._start.task, order.copies, self._store_keys, lambda: self._communicators.woken
+            self._start.task,
+            order.copies,
+            self._store_keys,
+            lambda: self._communicators.woken,
+            self._communicators.ending,
+            silent_s_max=order.restore_s_max,
+            count=self._count,
         )
-        shares = memory_restore.gather_shares(stores.shares(place, len(order.members)))
+        shares = memory_restore.gather_shares(
+            self._communicators.rounds, stores.shares(place, len(order.members))
+        )
         for version in stores.versions(shares):
             if version.step_version < stored:
                 continue
@@ -521,7 +544,7 @@ class StateRecovery:
                 )
             if self._communicators.woken:
                 raise RuntimeError("interrupted while it restored its state")
-            if World().all(not why):
+            if is_so_on_all(not why):
                 return Recovered(
                     version.step_version, "copy", fetched.node, fetched.received_bytes, NO_STATE
                 )
@@ -529,7 +552,8 @@ class StateRecovery:
 
     def _begin(self, trainee: TrainingModel, axes: Axes, place: int) -> None:
         if trainee is not self._begun and place < num_positions(axes):
-            self._work.begin(trainee, part_builder(self._work, self._communicators, trainee.device))
+            build_part = part_builder(self._work, self._communicators, trainee.device)
+            self._work.begin(trainee, build_part, self._count)
             self._begun = trainee
 
 

@@ -37,6 +37,7 @@ HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1", "GLIBC_TUNABLES": "glibc.malloc.huget
 """The ranks' memory is of huge pages, where the machine has them: with small ones, two launches of
 the same processes differ by several per cent."""
 EXACT = {"reproducible": "bitwise"}
+SHARDED = {"optimizer": "sharded", "mirror": "never"}
 
 
 class Case(NamedTuple):
@@ -60,6 +61,8 @@ CASES = {
     "overhead_128_tokens": Case(2, 64),
     "bitwise_int64": Case(8, 512, EXACT, 1.05, 4),
     "bitwise_int32": Case(8, 512, EXACT | {"reproducible_bits": 32}, 1.02, 4),
+    "sharded": Case(2, 512, SHARDED, axes=Axes(dp=4)),
+    "sharded_kept": Case(2, 512, {"optimizer": "mirrored"}, axes=Axes(dp=4)),
     "counted_dp4": Case(2, 64, {}, COUNTED_MAX, 48, Axes(dp=4), "uncounted"),
     "counted_tp2dp2": Case(2, 64, {"tensor": [2]}, COUNTED_MAX, 48, Axes(tp=2, dp=2), "uncounted"),
 }
@@ -73,6 +76,8 @@ not: it stays as long as the processes. So a value is the median of one launch o
 The interval of the median of all launches is exact for any distribution of noise (sign test,
 95 %). Not in it: time that a GPU would idle, for which tests/workers/training/test_host_reads.py
 counts the waits of the host.
+In `sharded` both halves have Megatron's distributed optimizer; in `sharded_kept` each rank of
+Unicron also keeps the shard of another.
 In the cases `counted_...` both halves of a pair are iterations of Unicron's loop; in the second one
 nothing counts what the rank enters in its groups. Megatron's loop is never counted."""
 MEASURE = """

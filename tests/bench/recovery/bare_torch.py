@@ -36,14 +36,15 @@ class Layout(NamedTuple):
 
 
 DP4 = {"tp": 1, "pp": 1, "dp": NUM_RANKS}
+TP2DP2 = Layout(
+    {"tp": 2, "pp": 1, "dp": 2},
+    {"tensor": [2]},
+    before=((0, 2), (1, 3), (0, 1), (2, 3)),
+    after=((0, 1),),
+)
 LAYOUTS = {
     "dp4_sigkill": Layout(DP4),
-    "tp2dp2_sigkill": Layout(
-        {"tp": 2, "pp": 1, "dp": 2},
-        {"tensor": [2]},
-        before=((0, 2), (1, 3), (0, 1), (2, 3)),
-        after=((0, 1),),
-    ),
+    "tp2dp2_sigkill": TP2DP2,
     "pp2dp2_sigkill": Layout(
         {"tp": 1, "pp": 2, "dp": 2},
         {"pipeline": [2, 3]},
@@ -52,6 +53,8 @@ LAYOUTS = {
         after=((0, 1, 2), (0, 2)),
     ),
     "zero1_sigkill": Layout(DP4, {"optimizer": "mirrored"}),
+    # The loop's model has about as many parameters.
+    "megatron_default_sigkill": TP2DP2,
 }
 """The cases of a killed rank."""
 

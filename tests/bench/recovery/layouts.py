@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.recovery import default_job
 from bench.recovery import watch as eyes
 from bench.recovery.bare_torch import Floor
 from bench.recovery.growth import resumed_s
@@ -31,12 +32,14 @@ Say = Callable[[str], None]
 
 
 class Kind(NamedTuple):
-    """A task: allowed layouts, replicas on four ranks, model size, copy interval."""
+    """A task: allowed layouts, replicas on four ranks, model size, copy interval. `is_loop`: it is
+    the loop of default_job.py, and its reference run is that loop without a fault."""
 
     parallel: Parallel
     num_replicas: int
     size: str = "1M"
     copy_every: int = 0
+    is_loop: bool = False
 
 
 CASES = {
@@ -45,14 +48,18 @@ CASES = {
     # A rollback loads a copy; the copy is as old as the checkpoints of the peers that roll back.
     "zero1_sigkill": {
         "unicron_mirrored": Kind({"optimizer": "mirrored"}, 4),
-        "unicron_sharded": Kind({"optimizer": "sharded"}, 4, "1M", SAVE_EVERY_NUM),
+        "unicron_sharded": Kind(
+            {"optimizer": "sharded", "mirror": "never"}, 4, "1M", SAVE_EVERY_NUM
+        ),
     },
+    default_job.CASE: {"unicron": Kind(default_job.LAYOUT, 2, "loop", is_loop=True)},
 }
 """All kinds of a case have one size."""
 ORDERS: dict[str, tuple[tuple[Parallel, int], ...]] = {
     "tp2dp2_sigkill": (({"tensor": [2]}, 4), ({"tensor": [2]}, 2)),
     "pp2dp2_sigkill": (({"pipeline": [2]}, 4), ({"pipeline": [3]}, 3)),
     "zero1_sigkill": (({}, 3), ({}, 2)),
+    default_job.CASE: ((default_job.LAYOUT, 2),),
 }
 """The layouts and numbers of ranks whose undisturbed runs give the tolerance of a case."""
 
@@ -77,11 +84,19 @@ def measure(
     """
     folder.mkdir(parents=True)
     kinds = CASES[case]
-    size = next(iter(kinds.values())).size
+    first = next(iter(kinds.values()))
+    size, is_loop = first.size, first.is_loop
     if size not in twins:
         say(f"{case}: the undisturbed twin")
-        twins[size] = train_twin(folder / "twin", TWIN_NUM * num, size)
-    say(f"{case}: undisturbed runs in two other orders of summing")
+        twins[size] = (
+            train_undisturbed(
+                Unicron(folder / "twin", traced=False, parallel=first.parallel, is_loop=True),
+                TWIN_NUM * num,
+            )
+            if is_loop
+            else train_twin(folder / "twin", TWIN_NUM * num, size)
+        )
+    say(f"{case}: undisturbed runs in other orders of summing")
     noises = [
         _noise(
             Unicron(
@@ -90,6 +105,7 @@ def measure(
                 size=size,
                 traced=False,
                 parallel=parallel,
+                is_loop=is_loop,
             ),
             twins[size],
         )
@@ -125,6 +141,7 @@ def _rows_of(
         size=kind.size,
         parallel=kind.parallel,
         copy_every=kind.copy_every,
+        is_loop=kind.is_loop,
         # The trials need more restarts than a task's default budget.
         policy={"restarts_max": 10 * num},
     )
@@ -218,7 +235,7 @@ def _more_rows(case: str, name: str, found: Sequence[Struck], spec: dict[str, An
         note = ", ".join(
             sorted({f"{what}: {in_words(one.before)} to {in_words(one.now)}" for one in changes})
         )
-        least = least_bytes(spec, changes) if changes else []
+        least = least_bytes(spec, changes) if changes and "train" in spec else []
         rows += [
             row(case, name, f"{what}_settle_s", [one.settle_s for one in changes], "s"),
             row(

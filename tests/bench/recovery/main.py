@@ -36,7 +36,7 @@ SYSTEMS = (
 NOT_ASKED = "not asked"
 """The note of a system that only runs with a path that was not given."""
 STRIKES = ("dp4_sigkill", "dp4_sigstop")
-LAYOUTS = ("tp2dp2_sigkill", "pp2dp2_sigkill", "zero1_sigkill")
+LAYOUTS = ("tp2dp2_sigkill", "pp2dp2_sigkill", "zero1_sigkill", "megatron_default_sigkill")
 CASES = (
     *STRIKES,
     "breakdown",

@@ -20,7 +20,7 @@ BYTES = ("param_bytes", "gradient_bytes", "optimizer_bytes")
 
 def measure(folder: Path, num_pairs: int, say: Say) -> list[Row]:
     """Iteration times over those of the whole optimizer, without copies; bytes by kind."""
-    sides = [UnicronSide(folder / kept, 0, kept, parallel={"optimizer": kept}) for kept in KEPT]
+    sides = [UnicronSide(folder / kept, 0, kept, parallel=_parallel(kept)) for kept in KEPT]
     blocks = in_turn(sides, num_pairs, say)
     found: dict[tuple[str, str], Row] = {}
     for kept in KEPT[1:]:
@@ -54,5 +54,10 @@ def held() -> list[Row]:
 
 
 def _parts(kept: str) -> list[dict[str, int]]:
-    asked = spec("bench", Path("unused"), parallel={"optimizer": kept})
+    asked = spec("bench", Path("unused"), parallel=_parallel(kept))
     return parts_of(asked, [{"tp": 1, "pp": 1, "dp": NUM_RANKS}])[0]
+
+
+def _parallel(kept: str) -> dict[str, str]:
+    never = {"mirror": "never"} if kept == "sharded" else {}
+    return {"optimizer": kept, **never}

@@ -10,7 +10,8 @@ from typing import Any
 
 import rank_trace
 from bench.recovery import watch as eyes
-from bench.recovery.job import NUM_RANKS, Parallel, spec
+from bench.recovery.default_job import loop_spec
+from bench.recovery.job import NUM_MICRO_BATCHES, NUM_RANKS, Parallel, spec
 from unicron.cli.cluster import local_cluster
 from unicron.cli.cluster.answers import Interrupted
 from unicron.cli.cluster.client import Client, Refused, Unable, Unreachable
@@ -39,19 +40,25 @@ class Unicron:
         watches: bool = True,
         policy: Mapping[str, object] | None = None,
         parallel: Parallel | None = None,
+        is_loop: bool = False,
     ) -> None:
-        """`by_exec`: nodes whose agents start ranks by exec instead of from a zygote."""
+        """`by_exec`: nodes whose agents start ranks by exec instead of from a zygote. `is_loop`:
+        the task is the loop of default_job.py, whatever its `size`."""
         folder.mkdir(parents=True)
         self.folder, self.num_ranks = folder, num_ranks
         self.watch = eyes.Watch(folder / TRACE_DIR)
         rank_trace.install(self.watch.folder)
-        self.spec = spec(
-            "bench",
-            folder / "out",
-            num_ranks=num_ranks,
-            size=size,
-            copy_every=copy_every,
-            parallel=parallel,
+        self.spec = (
+            loop_spec(folder, num_ranks=num_ranks, copy_every=copy_every, parallel=parallel)
+            if is_loop
+            else spec(
+                "bench",
+                folder / "out",
+                num_ranks=num_ranks,
+                size=size,
+                copy_every=copy_every,
+                parallel=parallel,
+            )
         )
         self._by_exec = by_exec
         self.state = StateDir(folder / "state")
@@ -139,12 +146,9 @@ class Unicron:
         parts = sorted(
             item for record in told for item in (*record["body"]["kept"], *record["body"]["todo"])
         )
-        train = self.spec["train"]
         # All members of a replica report the same micro-batches.
         return parts == [
-            item
-            for item in range(train["batch"]["global"] // train["batch"]["micro"])
-            for _ in range(axes["tp"] * axes["pp"])
+            item for item in range(NUM_MICRO_BATCHES) for _ in range(axes["tp"] * axes["pp"])
         ]
 
     # --- its processes --------------------------------------------------------------------------

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import gc
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import decider
 from decider import kinds, spec
 from unicron.control_plane.decide.advance import advance
+from unicron.events.records import codec
 from unicron.events.records import orders as o
 from unicron.events.records import types as t
 from unicron.events.records.envelope import Record, Report
@@ -58,9 +59,17 @@ def job(num_ranks: int, pipeline: tuple[int, ...] = (PP,)) -> dict[str, Any]:
     }
 
 
-def transition_s(num_ranks: int) -> float:
-    """CPU seconds of the decider from the end of a rank until all train again: the others without
-    it, then with its next process. That is two generations."""
+class Transition(NamedTuple):
+    """`cpu_s`: of the decider. `order_bytes`: what a rank is told of all members, by the order
+    Reconfigure."""
+
+    cpu_s: float
+    order_bytes: int
+
+
+def transition(num_ranks: int) -> Transition:
+    """From the end of a rank until all train again: the others without it, then with its next
+    process. That is two generations."""
     cluster = Cluster(nodes=num_ranks // SLOTS, slots=SLOTS)
     name = "operator/submits"
     submitted = cluster.tell(name, decider.r.TaskSubmitted(spec=spec(**job(num_ranks))))
@@ -75,4 +84,5 @@ def transition_s(num_ranks: int) -> float:
     assert task.phase == "training", task.phase
     assert len(task.members) == num_ranks, "the rank has joined again"
     assert any(isinstance(record.body, o.Resume) for record in told), kinds(told)
-    return cluster.busy_s
+    order = next(record.body for record in told if isinstance(record.body, o.Reconfigure))
+    return Transition(cluster.busy_s, len(codec.encode_body(order)[2]))

@@ -82,6 +82,24 @@ def test_only_the_last_outstanding_answer_affects_a_task(d: Driver, task: int) -
         assert len(lost) > 1, "the last answer leads to the next order"
 
 
+def test_one_more_failed_collective_of_members_that_leave_affects_no_task(
+    d: Driver, task: int
+) -> None:
+    d.exit(task, 2)
+    ranks = [rank for rank in d.state.tasks[task].ranks if rank != 2]
+    for rank in ranks[:-1]:
+        told = failed(d, task, rank)
+        assert affected(d, told[:1]) == affected(d, told) == []
+    assert only(o.Reconfigure, failed(d, task, ranks[-1]))
+
+
+def test_a_failed_collective_beside_a_silent_node_affects_its_task(d: Driver, task: int) -> None:
+    d.exit(task, 2)
+    told = failed(d, task, next(rank for rank in d.state.tasks[task].ranks if rank != 2))
+    d.state.unreachable.append("n1")
+    assert affected(d, told[:1]) == [task]
+
+
 def test_starting_processes_are_outstanding_too(d: Driver) -> None:
     task = d.submit(spec())
     starts = only(o.StartRank, d.log)

@@ -336,7 +336,7 @@ def test_the_command_on_a_real_log(
     page = capsys.readouterr().out
     assert max(map(len, page.splitlines())) <= 100
     assert "RECORDED" in page
-    assert "18 of 30 decisions differ" in page  # ten of them are not in the log
+    assert "23 of 30 decisions differ" in page  # ten of them are not in the log
 
 
 def test_under_other_weights_policies_are_compared_with_ours(

@@ -198,7 +198,7 @@ def test_the_page_of_70_b(tmp_path: Path) -> None:
     (row,) = [line for line in lines if line.startswith("   32  ")]
     assert row.endswith("  899.4 GiB")
     text = " ".join(result.stdout.split())
-    assert text.count("no second replica: a lost rank costs up to 10 iterations") == 1
+    assert text.count("a lost rank costs up to 10 iterations; there is no second replica") == 1
 
 
 @pytest.mark.parametrize(
@@ -207,19 +207,27 @@ def test_the_page_of_70_b(tmp_path: Path) -> None:
         ({"slots": {"min": 8, "max": 8}, "tensor": [4]}, ()),
         (
             {"slots": {"min": 4, "max": 4}, "tensor": [4]},
-            ("no second replica: a lost rank costs up to 10 iterations",),
+            ("a lost rank costs up to 10 iterations; there is no second replica",),
         ),
         (
-            {"slots": {"min": 8, "max": 8}, "tensor": [4], "optimizer": "sharded"},
-            ("each rank has a shard of its own: a lost rank costs up to 10 iterations",),
+            {
+                "slots": {"min": 8, "max": 8},
+                "tensor": [4],
+                "optimizer": "sharded",
+                "mirror": "never",
+            },
+            ("a lost rank costs up to 10 iterations; each rank has a shard of its own",),
         ),
         (
             {"slots": {"min": 4, "max": 4}, "tensor": [4], "copy_every": 0, "checkpoint_every": 5},
-            ("no second replica: a lost rank costs all iterations since the last checkpoint",),
+            (
+                "a lost rank costs all iterations since the last checkpoint; "
+                "there is no second replica",
+            ),
         ),
         (
             {"slots": {"min": 4, "max": 4}, "tensor": [4], "copy_every": 0},
-            ("no second replica: a lost rank costs all iterations",),
+            ("a lost rank costs all iterations; there is no second replica",),
         ),
     ],
 )

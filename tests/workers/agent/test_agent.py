@@ -61,7 +61,7 @@ async def test_output_goes_to_a_file_and_its_tail_into_the_record(
         "'GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME')));"
         "sys.exit('x' * 9000 + 'the end')"
     )
-    await node.start(python(code), rank=1, attempt=4)
+    await node.start(python(code), rank=1, attempt=4, local_slots=(0, 1))
     (exited,) = await node.leader.wait(RankExited)
     assert len(exited.tail) == 4096
     assert exited.tail.endswith("the end\n")
@@ -144,6 +144,7 @@ def test_the_environment_of_a_rank(tmp_path: Path) -> None:
         host="",
         port=0,
         checkpoint="",
+        local_slots=(0, 1),
     )
     on_cpu = environment(order, node, {"UNICRON_MINE": "x"})
     assert on_cpu["UNICRON_MINE"] == "x"
@@ -152,10 +153,10 @@ def test_the_environment_of_a_rank(tmp_path: Path) -> None:
     assert environment(order, node, {"OMP_NUM_THREADS": "4"})["OMP_NUM_THREADS"] == "4"
     with_gpus = msgspec.structs.replace(node, devices=("4", "5"))
     on_gpu = environment(order, with_gpus, {})
-    assert on_gpu["CUDA_VISIBLE_DEVICES"] == "5"
+    assert (on_gpu["CUDA_VISIBLE_DEVICES"], on_gpu["LOCAL_RANK"]) == ("4,5", "1")
     env = environment(msgspec.structs.replace(order, spec=python("pass")), with_gpus, {})
     assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"]) == ("3", "4", "1")
-    assert "CUDA_VISIBLE_DEVICES" not in env, "a command selects its GPU by LOCAL_RANK"
+    assert (env["CUDA_VISIBLE_DEVICES"], env["LOCAL_WORLD_SIZE"]) == ("4,5", "2")
 
 
 # --- which orders are carried out ---------------------------------------------------------------

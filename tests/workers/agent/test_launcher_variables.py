@@ -47,6 +47,7 @@ def started(
         host="127.0.0.1",
         port=port,
         checkpoint="",
+        local_slots=(0, 1),
     )
     node = NodeConfig(
         name="n1",

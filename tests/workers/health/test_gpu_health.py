@@ -325,9 +325,14 @@ def test_a_gpu_that_is_lost_before_the_agent_starts(node: Node) -> None:
     found = gpus.read().findings[0]
     assert (found.check, found.health, found.devices) == ("gpu/1", BAD, (1,))
     assert gpus.read().findings[0] == found
+    assert gpus.lost == {1}
     node.b.lost = False
     node.clock.now_s += RETRY_S
     assert [f.health for f in gpus.read().findings] == ["healthy", "healthy"]
+    assert not gpus.lost
+    node.a.lost = True
+    gpus.read()
+    assert gpus.lost == {0}, "of those that are open, too"
 
 
 def test_without_gpus_no_slot_is_known() -> None:

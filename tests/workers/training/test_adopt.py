@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,7 +60,6 @@ CASES: dict[str, list[dict[str, Any]]] = {
             }
         }
     ],
-    "distributed optimizer, mirrored": [{"parallel": Parallel(optimizer="mirrored")}],
     "parameter gather overlapped with the step": [
         {
             "optimizer": {
@@ -216,14 +215,15 @@ def test_a_described_model_that_is_not_the_built_one_is_refused(
 
 
 # --- how a driver runs a loop ---------------------------------------------------------------------
-class Others(dict[str, bytes]):
-    """The generation's store, which holds the other member's position between two steps."""
+class Between:
+    """The rounds of a generation with one other member, which is at some position between two
+    steps."""
 
-    def set(self, key: str, value: str) -> None:
-        self[key] = value.encode()
+    def __init__(self) -> None:
+        self.other = ""
 
-    def get(self, key: str, default: object = None) -> bytes:  # type: ignore[override]
-        return self[key]
+    def agree(self, mine: bytes, answer: Callable[[list[bytes]], bytes]) -> bytes:
+        return answer([mine, self.other.encode()])
 
 
 class Script:
@@ -235,7 +235,7 @@ class Script:
         self.iteration = SimpleNamespace()
         self.control = SimpleNamespace(waiting_for_others=lambda *_: nullcontext())
         self.communicators = SimpleNamespace(
-            num_members=2, place=0, generation=1, interrupt=None, store=Others()
+            num_members=2, place=0, generation=1, interrupt=None, rounds=Between()
         )
         self._script, self._fails, self._others = steps, fails, others
 
@@ -246,7 +246,7 @@ class Script:
                 yield step
                 continue
             self.settled = self.settled if step is None else -step
-            self.communicators.store["between/1"] = self._others.pop(0).encode()
+            self.communicators.rounds.other = self._others.pop(0)
             yield None
 
     def run_collectively(self, call: Any) -> bool:
@@ -422,6 +422,11 @@ def test_an_unsupported_configuration_is_found(what: str, case: dict[str, Any]) 
             "ddp": {"use_distributed_optimizer": True},
             "optimizer": {"use_distributed_optimizer": True},
             "parallel": Parallel(optimizer="sharded"),
+        },
+        {
+            "ddp": {"use_distributed_optimizer": True},
+            "optimizer": {"use_distributed_optimizer": True},
+            "parallel": Parallel(optimizer="mirrored"),
         },
         {
             "config": {"tensor_model_parallel_size": 2, "sequence_parallel": True},

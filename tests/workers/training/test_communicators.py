@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import socket
+import threading
 import time
 from typing import Any
 
@@ -19,7 +21,12 @@ from unicron.events.spec.model import Axes
 from unicron.workers.ipc.pipe_protocol import Unpacker
 from unicron.workers.ipc.progress_page import ProgressWriter
 from unicron.workers.training.communicators import communicators, sockets
-from unicron.workers.training.communicators.communicators import COLLECTIVE_S_MAX, Communicators
+from unicron.workers.training.communicators.communicators import (
+    COLLECTIVE_S_MAX,
+    Communicators,
+    NcclAborts,
+)
+from unicron.workers.training.communicators.nccl_errors import NcclErrors
 from unicron.workers.training.model import cpu_device
 from unicron.workers.training.model import trainee as model
 from unicron.workers.training.process.control_thread import Control
@@ -44,7 +51,7 @@ right = Communicators.up
 def up(self, *given):
     if self.generation == 1:
         os._exit(9)
-    right(self, *given)
+    return right(self, *given)
 Communicators.up = up
 """
 PATIENT = """
@@ -75,8 +82,8 @@ class Telling(dist.Store):
         return self.store.add(key, number)
 def up(self, *given):
     if self.generation == 1:
-        self.store = Telling(self.store)
-    right(self, *given)
+        self.rounds.store = Telling(self.rounds.store)
+    return right(self, *given)
 Communicators.up = up
 """
 """Publishes a high address and exits. gloo makes the rank with the lower address wait for it."""
@@ -134,7 +141,9 @@ def test_leaving_a_generation_releases_its_handles_and_sockets() -> None:
             assert time.monotonic() < last_s, "a reference keeps sockets open"
             time.sleep(0.01)
         ours.meet(generation, 0, 1, ours.endpoint, b"")
-        ours.up(Axes(dp=ours.num_members))
+        costs_s = ours.up(Axes(dp=ours.num_members))
+        assert [*costs_s] == ["world", "cp"], "plain: all other groups are the world"
+        assert all(0 < cost_s < CLOSED_S_MAX for cost_s in costs_s.values())
         ours.bind()
         assert groups_in(roots, set()) == num_handles, "a handle is missing"
     ours.down(roots)
@@ -177,6 +186,57 @@ def test_the_device_is_synchronized_before_its_groups_are_released(
     ours.backend = "nccl"
     ours.down([])
     assert seen == [(False, True)]
+
+
+def test_no_group_is_aborted_before_the_ranks_of_the_node_have_met(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever interrupts does not wait for that."""
+    seen: list[object] = []
+    met, aborted = threading.Event(), threading.Event()
+
+    class Group:
+        def abort(self) -> None:
+            seen.append("aborted")
+            if seen.count("aborted") == 2:
+                aborted.set()
+
+    def meet(generation: int) -> None:
+        seen.append(generation)
+        assert met.wait(WAIT_S)
+
+    monkeypatch.setattr(communicators.private_torch, "take_groups", lambda: [Group(), Group()])
+    errors = NcclErrors(lambda generation, error: None, torch.device("cpu"))
+    aborts = NcclAborts(errors, meet)
+    aborts.begin(7)
+    assert not aborted.wait(0.3)
+    assert seen == [7]
+    met.set()
+    assert aborted.wait(WAIT_S)
+    aborts.wait()
+    # A member whose meeting fails aborts as well.
+    seen.clear()
+    aborted.clear()
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    NcclAborts(errors, lambda generation: 1 // 0).begin(8)
+    assert aborted.wait(WAIT_S)
+
+
+def test_the_first_use_of_a_group_may_wait_for_a_compilation() -> None:
+    """NCCL asks the store then: longer than for a rendezvous, until somebody interrupts."""
+    ours = Communicators("127.0.0.1", torch.device("cpu"))
+    ours.meet(0, 0, 1, ours.endpoint, b"")
+    ours._client.set_timeout(datetime.timedelta(seconds=0.2))
+    with pytest.raises(RuntimeError, match=r"(?i)timeout|timed out"):
+        ours.rounds.store.get("the id of a group")
+    ours._wait_for_first_uses()
+    timer = threading.Timer(1.0, ours.interrupt)
+    timer.start()
+    began_s = time.monotonic()
+    with pytest.raises(RuntimeError):
+        ours.rounds.store.get("the id of a group")
+    assert 0.9 < time.monotonic() - began_s < WAIT_S / 2
+    timer.join()
 
 
 def test_a_message_is_waited_for_longer_than_its_group_was_built() -> None:

@@ -295,7 +295,7 @@ def test_every_thread_that_a_rank_starts_is_known_as_its_own() -> None:
     assert len(names) == len(starts)
     names += re.findall(r"DetachedThread\(\"([^\"]+)\"", source)
     # An error in these is logged, and training continues.
-    optional = {"flight recorder", "NCCL errors"}
+    optional = {"flight recorder", "NCCL errors", "leave"}
     assert set(names) == {*OWN_THREADS, *optional}
 
 

@@ -23,7 +23,10 @@ from unicron.workers.training.model.random_draws import Draw
 
 ROOT = Path(__file__).parents[3]
 MAKE_S = 120.0
-SLOW = ("overhead", "killed", "groups", "te_layers")
+SLOW = (
+    *("overhead", "killed", "groups", "te_layers"),
+    *("devices", "usual_job", "hang", "link_cut", "connections"),
+)
 ABSENT = {
     "te_layers": "Transformer Engine is not installed",
     "megatron_lm": "UNICRON_MEGATRON_LM names no clone of Megatron-LM",

@@ -13,8 +13,6 @@ from megatron_wheel import NotFetched, unpacked
 from nursery import Nursery
 from rank_driver import Driver, small_spec
 from rank_twin import Twin
-from unicron.events.records import reports as r
-from unicron.events.records.statuses import WRONG_INPUT
 from unicron.events.spec.model import Axes
 
 VERSION = "0.15.3"
@@ -108,16 +106,20 @@ def test_an_order_before_the_last_backward_leaves_no_counts(tmp_path: Path, olde
         assert twin.is_equal(driver.final_checkpoint())
 
 
-def test_a_mirrored_optimizer_is_refused(tmp_path: Path, older: Nursery) -> None:
-    spec = small_spec(tmp_path / "out", parallel={"optimizer": "mirrored"})
+def test_with_mirrors_a_lost_shard_costs_no_iteration(tmp_path: Path, older: Nursery) -> None:
+    spec = small_spec(tmp_path / "out", iterations=ITERATIONS, parallel={"optimizer": "mirrored"})
     with closing(Driver(spec, tmp_path, older)) as driver:
-        driver.launch(0)
-        told = driver.wait(r.RankErrored, 0)
-    assert told.status == WRONG_INPUT
-    assert told.text == (
-        "a mirrored optimizer needs megatron-core 0.16 or later (install it, or "
-        "set train.parallel.optimizer to sharded)"
-    )
+        twin = Twin(spec, tmp_path / "twin", older, num_orders=2)
+        driver.start(0, 1, 2, axes=Axes(dp=3))
+        driver.hold(1, "gate", STRUCK)
+        driver.form([0, 1, 2], axes=Axes(dp=3))
+        driver.held(1, STRUCK)
+        driver.kill(1)
+        driver.quiesce([0, 2], "now")
+        reports = driver.form([0, 2], axes=Axes(dp=2))
+        assert {each.step_version for each in reports.values()} == {STRUCK}
+        driver.finish([0, 2])
+        assert twin.is_equal(driver.final_checkpoint())
 
 
 @pytest.mark.parametrize(

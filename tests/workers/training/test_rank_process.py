@@ -221,8 +221,9 @@ from unicron.workers.training.communicators.communicators import Communicators
 right_up, right_wake = Communicators.up, Communicators.interrupt
 def up(self, *given):
     self.backend = "gloo"
-    right_up(self, *given)
+    costs_s = right_up(self, *given)
     self.backend = "nccl"
+    return costs_s
 def wake(self):
     right_wake(self)
     print("woken in", self.generation, flush=True)

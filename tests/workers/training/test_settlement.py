@@ -6,9 +6,9 @@ from collections import Counter
 from copy import copy
 from random import Random
 
-import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from unicron.events.spec.model import Axes
 from unicron.events.spec.parallelism import coordinates, holders, num_positions, replica
 from unicron.workers.training.recovery.settlement import (
@@ -21,6 +21,8 @@ from unicron.workers.training.recovery.state_sources import (
     NO_STATE,
     Claim,
     HeldState,
+    decode_claims,
+    encode_claim,
     other_versions,
 )
 
@@ -249,9 +251,7 @@ def test_a_member_at_the_barrier_steps_only_if_the_others_stepped() -> None:
 
 def test_without_a_step_the_ready_members_step_if_none_lacks_the_reduced_sum() -> None:
     def ready(place: int, *, norm: float = 0.0) -> Claim:
-        return msgspec.structs.replace(
-            _part(place, ready=True, kept=(place // 2,)), reduced=(norm, 1.0)
-        )
+        return replace(_part(place, ready=True, kept=(place // 2,)), reduced=(norm, 1.0))
 
     one, same, other = ready(0, norm=2.0), ready(2, norm=2.0), ready(1, norm=0.5)
     settlement = settle([one, other, same, Claim()], 4, Axes(tp=2, dp=2))
@@ -416,15 +416,10 @@ class History:
         """Settle and apply the result, unless a second fault occurs. True if all applied it."""
         self._seat()
         self.before = [copy(member) for member in self.present]
-        encoded = [msgspec.msgpack.encode(member.claim()) for member in self.present]
-        settlements = [
-            settle(
-                [msgspec.msgpack.decode(each, type=Claim) for each in encoded],
-                self.num_items,
-                self.axes,
-            )
-            for _ in self.present
-        ]
+        claims = [member.claim() for member in self.present]
+        told = decode_claims([encode_claim(claim, at) for at, claim in enumerate(claims)])
+        assert told == claims
+        settlements = [settle(told, self.num_items, self.axes) for _ in self.present]
         assert all(each == settlements[0] for each in settlements)
         settlement = settlements[0]
         self._check_state(settlement)
@@ -541,9 +536,7 @@ class History:
                         "sharded": (at.dp,),
                         "mirrored": (at.dp, (at.dp or held.axes.dp) - 1),
                     }[held.optimizer]
-                    layout = msgspec.structs.replace(
-                        held.axes, dp=1 if held.optimizer == "whole" else held.axes.dp
-                    )
+                    layout = replace(held.axes, dp=1 if held.optimizer == "whole" else held.axes.dp)
                     had.setdefault((version, layout), set()).update(
                         (at.tp, at.pp, dp) for dp in dps
                     )

@@ -55,7 +55,7 @@ def copied(driver: Any) -> tuple[Any, ...]:
     return (named(driver.keepers, driver.wait(MemoryCheckpointStored, 0)),)
 
 
-def pairs(fp32: tuple[str, ...]) -> list[Any]:
+def pairs(fp32: tuple[str, ...], events: tuple[str, ...] = EVENTS) -> list[Any]:
     """Every event with every precision. `make test` runs each event once.
 
     `fp32`: the events that `make test` runs in fp32. It runs the others in bf16.
@@ -67,7 +67,7 @@ def pairs(fp32: tuple[str, ...]) -> list[Any]:
             marks=[pytest.mark.thorough] * ((event in fp32) != (precision == "fp32")),
         )
         for precision in ("fp32", "bf16")
-        for event in EVENTS
+        for event in events
     ]
 
 
@@ -134,7 +134,7 @@ def test_without_a_checkpoint_training_restarts_from_the_seed(drive: Drive, twin
 MIRRORED = {"optimizer": "mirrored"}
 
 
-@pytest.mark.parametrize(("precision", "event"), pairs(fp32=("step_mid", "gather")))
+@pytest.mark.parametrize(("precision", "event"), pairs(("step_mid", "gather"), (*EVENTS, "mirror")))
 def test_with_mirrors_a_lost_shard_costs_no_iteration(
     drive: Drive, twin: Twins, precision: str, event: str
 ) -> None:

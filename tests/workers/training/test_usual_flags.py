@@ -177,6 +177,33 @@ def test_the_usual_job_heals_three_times(loops: Loops) -> None:
     assert gap.param_rel < RELATIVE_MAX
 
 
+def test_the_usual_job_with_mirrors_loses_no_iteration(loops: Loops) -> None:
+    """As before, without in-memory checkpoints: each lost shard is on a second rank."""
+    options: dict[str, Any] = {"tensor": [2], "pipeline": [2]}
+    calm = loops(*USUAL, optimizer="sharded", **options)
+    calm.start(*EIGHT)
+    calm.form(EIGHT, axes=TP2PP2DP2)
+    calm.finish(EIGHT)
+    driver = loops(*USUAL, optimizer="mirrored", **options)
+    driver.start(*EIGHT)
+    for attempt, (victim, event, iteration) in enumerate(FAULTS, 2):
+        hold = driver.hold(victim, event, iteration)
+        driver.form(EIGHT, axes=TP2PP2DP2)
+        driver.held(victim, iteration)
+        driver.kill(victim)
+        hold.unlink()
+        driver.quiesce([rank for rank in EIGHT if rank != victim], "now")
+        driver.start(victim, attempt=attempt)
+    reports = driver.form(EIGHT, axes=TP2PP2DP2)
+    assert {one.step_version for one in reports.values()} == {FAULTS[-1][2]}
+    driver.finish(EIGHT)
+    gap = compare(driver.final_checkpoint(), calm.final_checkpoint())
+    print(gap)
+    assert gap.num_losses == ITERATIONS
+    assert gap.loss_rel < RELATIVE_MAX
+    assert gap.param_rel < RELATIVE_MAX
+
+
 def test_a_rank_that_joins_after_the_last_step_evaluates_nothing(
     loops: Loops, undisturbed: Path
 ) -> None:

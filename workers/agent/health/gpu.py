@@ -3,7 +3,7 @@
 import importlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from .network import MINUTE_S, GrowthCounter
 _log = structlog.get_logger("agent")
 
 # Constants of nvml.h, which do not change. An older driver rejects unknown fields one by one.
+LOST_RULE = "nvml-lost"
 TIMEOUT_CODE, LOST_CODE, RESET_REQUIRED_CODE = 10, 15, 16
 ABSENT_CODES = (9, 12, 13)
 """No driver, no library, a library without the function."""
@@ -117,7 +118,7 @@ class Gpu:
                     "unhealthy",
                     "GPU is lost: it is no longer on the bus",
                     GPU_DRIVER_ERRORS,
-                    "nvml-lost",
+                    LOST_RULE,
                 )
                 if code_of(error) == LOST_CODE
                 else self._bad(
@@ -302,6 +303,11 @@ class Gpu:
 
 
 # --- The GPUs of the node ---
+def _lost_slots(findings: Iterable[Finding]) -> frozenset[int]:
+    lost = [finding for finding in findings if finding.rule == LOST_RULE]
+    return frozenset(slot for finding in lost for slot in finding.devices)
+
+
 class Gpus:
     """Reads all GPUs. `devices`: for each slot an entry of CUDA_VISIBLE_DEVICES (index or UUID).
     Only `read` calls the driver, and may hang."""
@@ -322,6 +328,8 @@ class Gpus:
         self._is_absent = False
         self._gpus: list[Gpu] = []
         self._lost: list[Finding] = []
+        self.lost = frozenset[int]()
+        """The slots whose GPUs were lost at the last reading."""
         self._xids: list[DeviceError] = []
         self._lock = threading.Lock()
         self._last_error = ""
@@ -335,6 +343,7 @@ class Gpus:
     def read(self) -> Reading:
         """Read each GPU. Raises OSError if the driver fails as a whole."""
         if not self._gpus and not self._begin():
+            self.lost = _lost_slots(self._lost)
             return Reading(self._lost)
         findings: list[Finding] = []
         erred: list[DeviceError] = []
@@ -342,6 +351,7 @@ class Gpus:
             finding, errors = gpu.look()
             findings.append(finding)
             erred += errors
+        self.lost = _lost_slots(findings)
         return Reading(findings, [*erred, *self.take_xids()])
 
     def take_xids(self) -> list[DeviceError]:
@@ -381,7 +391,7 @@ class Gpus:
                         "GPU is lost: NVML cannot open it",
                         (slot,),
                         GPU_DRIVER_ERRORS,
-                        "nvml-lost",
+                        LOST_RULE,
                         True,
                     )
                 ]

@@ -82,6 +82,10 @@ class HealthMonitor:
         """The kernel's line on the OOM kill of a process; None: there is none."""
         return self._kernel.killed(pid)
 
+    def lost_slots(self) -> frozenset[int]:
+        """The slots whose GPUs the driver does not find any more."""
+        return self._gpus.lost
+
     async def run(self) -> None:
         """Run until cancelled: a loop for each reader, the kernel log, and the site's checks. Then
         it kills running checks and abandons a thread that hangs in a driver."""

@@ -139,6 +139,12 @@ def moved_bytes(procs: Iterable[linux.Proc]) -> int:
     return num_bytes + tcp_traffic.carried_bytes(sockets)
 
 
+def used_cpu_s(procs: Iterable[linux.Proc]) -> float:
+    """The CPU time of these processes so far."""
+    states = (look(proc.pid) for proc in procs)
+    return sum(state.cpu_s for state in states if state is not None)
+
+
 def newest_start_s(procs: Sequence[linux.Proc]) -> float:
     """When the newest of these processes was started, on the monotonic clock; 0: there is none."""
     slept_s = time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)

@@ -32,6 +32,7 @@ from ...ipc.progress_page import (
 from ..processes.rank_guard import Guard, Key
 from . import process_state
 from .process_state import DataFlow, silent_peers
+from .work_monitor import ADOPTED_TELL_S, WorkMonitor
 
 WATCH_S = 0.05
 """Time between two looks."""
@@ -127,6 +128,7 @@ class RankMonitors:
         self._guard = guard
         self._is_on = is_on
         self._watched: dict[Key, RankMonitor] = {}
+        self._works: dict[Key, WorkMonitor] = {}
         self._looked_s: float | None = None
 
     def open(self, order: StartRank) -> ProgressPage | None:
@@ -134,13 +136,22 @@ class RankMonitors:
         return ProgressPage() if self._is_on and order.spec.training is not None else None
 
     def begin(
-        self, order: StartRank, page: ProgressPage | None, pid: int, *, is_stalled: bool = False
+        self,
+        order: StartRank,
+        page: ProgressPage | None,
+        pid: int,
+        *,
+        is_stalled: bool = False,
+        is_adopted: bool = False,
     ) -> None:
-        """Monitor a rank with its page. `is_stalled`: as a former agent has reported."""
+        """Monitor a rank with its page. `is_stalled`: as a former agent has reported. `is_adopted`:
+        a former agent has started it, and which order waits for it now is not known."""
         if page is None:
             return
         key = _key(order)
         self._watched[key] = monitor = RankMonitor(order, page, pid)
+        tell_s = min(order.tell_s, ADOPTED_TELL_S) if is_adopted else order.tell_s
+        self._works[key] = WorkMonitor(order, tell_s)
         if is_stalled:
             with self._guard(key, "page"):
                 monitor.continue_stall()
@@ -150,9 +161,15 @@ class RankMonitors:
         if (watched := self._watched.get(_key(order))) is not None:
             watched.pid = pid
 
+    def expect(self, key: Key, tell_s: float) -> None:
+        """An order waits for the rank: tell of its progress so often (`tell_s` of the order)."""
+        if (work := self._works.get(key)) is not None:
+            work.expect(tell_s)
+
     def drop(self, order: StartRank) -> None:
         """Stop monitoring a rank that has ended. A second call does nothing."""
         watched = self._watched.pop(_key(order), None)
+        self._works.pop(_key(order), None)
         if watched is not None:
             watched.page.close()
 
@@ -179,6 +196,9 @@ class RankMonitors:
             with self._guard(key, "page"):
                 for body in watched.look(now_s, before_s or 0.0):
                     self._report(body, None)
+                worked = self._works[key].look(now_s, watched.pid, watched.page)
+                if worked is not None:
+                    self._report(worked, None)
 
 
 class SlowReport(NamedTuple):

@@ -3,7 +3,7 @@
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -96,11 +96,15 @@ class _Note(Struct, frozen=True):
 
 
 class Launcher:
-    """Starts the processes of one node's ranks, and finds those of a former agent."""
+    """Starts the processes of one node's ranks, and finds those of a former agent. `lost`: the
+    slots whose devices the driver does not find any more."""
 
-    def __init__(self, node: NodeConfig, shim: Shim) -> None:
+    def __init__(
+        self, node: NodeConfig, shim: Shim, lost: Callable[[], Collection[int]] = tuple
+    ) -> None:
         self._node = node
         self._shim = shim
+        self._lost = lost
         self._zygote: Zygote | None = None
         if node.rank_argv == RANK_ARGV:
             self._zygote = Zygote(
@@ -217,7 +221,8 @@ class Launcher:
 
         output = Output(log_path, node.output_bytes_max)
         former_outputs.remove_attempts(output.path, folder, output.bytes_max)
-        env = environment(order, node, os.environ) | files_for_agent(log_path, folder)
+        env = environment(order, node, os.environ, self._lost())
+        env |= files_for_agent(log_path, folder)
         files = {"--fd": pipe.theirs.fileno()} if pipe is not None else {}
         if page is not None:
             files["--pulse"] = page.fd
@@ -299,8 +304,25 @@ def key_of(order: StartRank) -> str:
     return f"{order.task}.{order.rank}.{order.attempt}"
 
 
-def environment(order: StartRank, node: NodeConfig, inherited: Mapping[str, str]) -> dict[str, str]:
-    """A rank's environment: the agent's, plus the variables for its kind of task."""
+def local_slots(order: StartRank, num_slots: int, lost: Collection[int] = ()) -> tuple[int, ...]:
+    """The slots of the order's task on this node, by rank, without the `lost` ones of other ranks:
+    CUDA shows no device behind one that it does not find."""
+    own = order.slot.index
+    slots = order.local_slots if own in order.local_slots else (own,)
+    return tuple(slot for slot in slots if slot == own or (slot < num_slots and slot not in lost))
+
+
+def environment(
+    order: StartRank,
+    node: NodeConfig,
+    inherited: Mapping[str, str],
+    lost: Collection[int] = (),
+) -> dict[str, str]:
+    """A rank's environment: the agent's, plus the variables for its kind of task. `lost`: as in
+    `local_slots`.
+
+    It sees the devices of its task on this node, by rank, and its own is that of its local rank.
+    """
     env = {"PYTHONUNBUFFERED": "1", **interface_variables(node.host), **inherited}
     env |= {
         output_owner.VARIABLE: f"{node.cluster}/{node.cluster_id}",
@@ -312,11 +334,17 @@ def environment(order: StartRank, node: NodeConfig, inherited: Mapping[str, str]
     }
     if node.run_as:
         env |= {"HOME": node.run_as.home, "USER": node.run_as.name, "LOGNAME": node.run_as.name}
+    slots = local_slots(order, node.num_slots, lost)
+    env |= {
+        "LOCAL_RANK": str(slots.index(order.slot.index)),
+        "LOCAL_WORLD_SIZE": str(len(slots)),
+    }
+    if node.devices:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(node.devices[slot] for slot in slots)
     if order.spec.command:
         env |= {
             "RANK": str(order.rank),
             "WORLD_SIZE": str(order.num_seats),
-            "LOCAL_RANK": str(order.slot.index),
             "MASTER_ADDR": order.host,
             "MASTER_PORT": str(order.port),
         }
@@ -330,9 +358,7 @@ def environment(order: StartRank, node: NodeConfig, inherited: Mapping[str, str]
             if not node.devices:
                 env.setdefault("OMP_NUM_THREADS", "1")
             env[LOOP] = json.encode(order.spec.loop).decode()
-    elif node.devices:
-        env["CUDA_VISIBLE_DEVICES"] = node.devices[order.slot.index]
-    else:
+    elif not node.devices:
         env["CUDA_VISIBLE_DEVICES"] = ""
         env.setdefault("OMP_NUM_THREADS", "1")
     return env
@@ -344,7 +370,7 @@ def launcher_variables(
     """What torchrun reads instead of its options; what Slurm sets for each task of srun, where the
     agent is a task itself."""
     found: dict[str, str] = {}
-    rank, num_ranks, slot = str(order.rank), str(order.num_seats), order.slot.index
+    rank, num_ranks = str(order.rank), str(order.num_seats)
     if launcher_of(order.spec.command) == "torchrun":
         found = {
             "PET_NNODES": num_ranks,
@@ -353,12 +379,12 @@ def launcher_variables(
             "PET_MASTER_ADDR": order.host,
             "PET_MASTER_PORT": str(order.port),
         }
-        if node.devices:  # its process has the local rank 0
-            found["CUDA_VISIBLE_DEVICES"] = node.devices[slot]
+        if node.devices:  # its one process has the local rank 0, of 1
+            found["CUDA_VISIBLE_DEVICES"] = node.devices[order.slot.index]
     if "SLURM_JOB_ID" in env:
         found |= {
             "SLURM_PROCID": rank,
-            "SLURM_LOCALID": str(slot),
+            "SLURM_LOCALID": env["LOCAL_RANK"],
             "SLURM_NTASKS": num_ranks,
             "SLURM_NPROCS": num_ranks,
         }

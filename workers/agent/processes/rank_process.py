@@ -107,6 +107,8 @@ class RankAttempt:
         self.continue_timer: asyncio.TimerHandle | None = None
         """Set while an injected fault of limited duration keeps the process stopped."""
         self.memory: MemoryCgroup | None = None
+        self.will_abort = 0
+        """The last generation whose communicators it is about to abort, as it says."""
 
     @property
     def key(self) -> Key:

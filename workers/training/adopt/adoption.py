@@ -253,17 +253,20 @@ class Job:
 
     def _agree(self) -> bool:
         """Called once per generation. Returns whether all members are in the same evaluation."""
-        communicators, mine = self._driver.communicators, self._evaluating
-        keys = [f"between/{place}" for place in range(communicators.num_members)]
+        communicators = self._driver.communicators
         try:
             with self._driver.control.waiting_for_others(
                 communicators.generation, communicators.interrupt
             ):
-                communicators.store.set(keys[communicators.place], mine)
-                evaluating = {communicators.store.get(key).decode() for key in keys}
+                evaluating = communicators.rounds.agree(self._evaluating.encode(), _if_equal)
         except (Interrupted, RuntimeError):
             return False  # the next collective reports the cause
-        return evaluating == {mine} and mine != ""
+        return evaluating != b""
+
+
+def _if_equal(told: Sequence[bytes]) -> bytes:
+    """What all have told, if they have told the same."""
+    return told[0] if len(set(told)) == 1 else b""
 
 
 @check_arguments

@@ -30,12 +30,13 @@ from ....events.spec.job import Batch, Loop, Model, Train
 from ....events.spec.model import Axes, MegatronModel
 from ....events.spec.parallelism import Parallel, is_plain, num_positions
 from ....events.spec.support import RECOVERED, ROWS, Row
+from ...ipc.work_row import UNCOUNTED, WorkCount
 from ..communicators.process_groups import groups_for_building
 from ..dependencies.private_megatron import divide_no_gradients, publish_globals
 from ..dependencies.private_torch import is_compiled
 from ..model import cpu_device, determinism, experts, optimizers
 from ..model.random_draws import EMBEDDING, Draw
-from ..model.trainee import Size, TrainingModel
+from ..model.trainee import Size, TrainingModel, has_mirror
 from ..model.workload import Beginning, BuildPart
 from ..recovery import state_shards
 from ..recovery.regions import State
@@ -114,7 +115,6 @@ ROW_CHECKS: Mapping[str, Callable[[BuiltLoop], bool]] = {
         _any(loop.config, "num_moe_experts")
         and "global_aux_loss" in loop.config.moe_router_load_balancing_type
     ),
-    "distributed optimizer, mirrored": lambda loop: loop.parallel.optimizer == "mirrored",
     "parameter gather overlapped with the step": lambda loop: _any(
         loop.optimizer, "overlap_param_gather_with_optimizer_step"
     ),
@@ -383,6 +383,7 @@ class LoopWorkload:
         with (
             optimizers.without_collectives(),
             optimizers.lowest_rate_of_schedule(),
+            optimizers.noted_builds() as noted,
             _seeded(self.train.seed, groups.pp.rank()),
         ):
             ddps, optimizer, scheduler = _unpack(self._build(build_groups, axes, place))
@@ -423,6 +424,9 @@ class LoopWorkload:
             scheduler,
             torch.empty(0),
             call=self._forward,
+            mirror=(
+                optimizers.mirror_of(optimizer, ddps, noted) if has_mirror(train, axes) else None
+            ),
         )
 
     def _exactly(self, built: BuiltLoop) -> dict[str, Any]:
@@ -446,10 +450,12 @@ class LoopWorkload:
         self.flops = self.flops or 6.0 * size.num_params * self.train.num_micro_batches
         return size
 
-    def begin(self, trainee: TrainingModel, build_part: BuildPart) -> None:
+    def begin(
+        self, trainee: TrainingModel, build_part: BuildPart, count: WorkCount = UNCOUNTED
+    ) -> None:
         """Read the initial weights if they are stored. Else they are those that the script draws in
         the largest layout, whose parts are built one after the other in another layout."""
-        if self.beginning is not None and self.beginning.begin(trainee):
+        if self.beginning is not None and self.beginning.begin(trainee, count):
             return
         largest = self.train.parallel.largest
         shards, places = trainee.shards, range(num_positions(largest))
@@ -463,15 +469,19 @@ class LoopWorkload:
             shards = tied if trainee.at.pp else {}
             places = range(trainee.at.tp, trainee.at.tp + 1)
         if shards:
-            state_shards.fill(shards, _built(build_part, largest, places))
+            with count.of("builds the initial weights", len(places), "parts"):
+                state_shards.fill(shards, _built(build_part, largest, places, count))
 
 
-def _built(build_part: BuildPart, axes: Axes, places: Sequence[int]) -> Iterator[State]:
+def _built(
+    build_part: BuildPart, axes: Axes, places: Sequence[int], count: WorkCount
+) -> Iterator[State]:
     """The states of these parts, one of them at a time in memory."""
     for place in places:
         part = build_part(axes, place)
         yield part.shards
         part.release()
+        count.add(1)
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from pathlib import Path
 from time import sleep
 
 import structlog
-import torch
 import torch.distributed as dist
 
 from ....events import network_address
@@ -37,7 +36,6 @@ from ..process.control_thread import Control
 from ..process.history import History
 from ..process.orders import NoOrders, Orders
 from ..process.trace import Trace
-from ..recovery.peers import World
 from ..recovery.settlement import settle
 from ..state_recovery import part_builder, with_shards
 from ..step.checkpoints import NoCheckpoints
@@ -70,10 +68,7 @@ class RestartOnlyDriver:
         self._place = int(environment.get("RANK", "0"))
         num = int(environment.get("WORLD_SIZE", "1"))
         axes = self._axes(num)
-        if torch.cuda.is_available():
-            local = int(environment.get("LOCAL_RANK", "0"))
-            torch.cuda.set_device(local % torch.cuda.device_count())
-        device = cpu_device.prepare_device()
+        device = cpu_device.prepare_device(environment)
         host = environment.get("UNICRON_HOST", "")
         self.communicators = Communicators(host or "127.0.0.1", device)
         self.communicators.on_groups = work.on_groups
@@ -105,9 +100,7 @@ class RestartOnlyDriver:
         )
         self._memory: RestartMemory | None = None
         if agent is not None and work.train.copy_every:
-            self._memory = RestartMemory(
-                agent[1], agent[0], self._place, num, spare=self.communicators.spare
-            )
+            self._memory = RestartMemory(agent[1], agent[0], self._place, num)
         self.settled = self._agreed(self._load(trainee))
         self.iteration = Iteration(
             MegatronEngine(trainee),
@@ -196,7 +189,8 @@ class RestartOnlyDriver:
 
     def _agreed(self, step_version: int) -> int:
         """Check that all ranks loaded the same step version: nodes may not share `output`."""
-        found = {int(each) for each in World().collect(str(step_version).encode())}
+        told = self.communicators.rounds.gather(str(step_version).encode())
+        found = {int(each) for each in told}
         if len(found) > 1:
             raise UsageError(
                 f"some ranks resume from iteration {min(found)}, others from "

@@ -21,6 +21,7 @@ from ....events.spec.job import is_url
 from ...diagnosis.classifier import classify
 from ...host import folder_trial, output_owner
 from ...host.output_owner import NotOwner, Owner
+from ...ipc.work_row import UNCOUNTED, WorkCount
 from ..model import training_state
 from ..model.trainee import TrainingModel
 from ..process.history import History
@@ -141,7 +142,9 @@ def save(folder: str, trainee: TrainingModel, step_version: int, history: Histor
         raise NotSaved.of(folder, error) from error
 
 
-def load(folder: str, trainee: TrainingModel, history: History) -> int:
+def load(
+    folder: str, trainee: TrainingModel, history: History, count: WorkCount = UNCOUNTED
+) -> int:
     """Read this member's part of the state into its live tensors; returns the step version. Raises
     DamagedCheckpoint, UsageError if the checkpoint is of another model or precision, and
     RuntimeError if it cannot be read now. If a read fails after its beginning, the state is
@@ -163,8 +166,8 @@ def load(folder: str, trainee: TrainingModel, history: History) -> int:
                 "reproducible: rounding",
                 "name another checkpoint, or leave reproducible out",
             )
-        stored.check(want)
-        stored.read(want)
+        stored.check(want, count)
+        stored.read(want, count)
     except Damaged as error:
         raise DamagedCheckpoint(f"{folder}: {error}", FROM_ANOTHER) from None
     except OSError as error:
@@ -203,13 +206,19 @@ class StoredBeginning:
         except OSError as error:
             raise RuntimeError(f"{self._folder}: {object_storage.reason(error)}") from None
 
-    def begin(self, trainee: TrainingModel) -> bool:
+    def begin(self, trainee: TrainingModel, count: WorkCount = UNCOUNTED) -> bool:
         return False
 
-    def read(self, trainee: TrainingModel, step_version: int, history: History) -> None:
+    def read(
+        self,
+        trainee: TrainingModel,
+        step_version: int,
+        history: History,
+        count: WorkCount = UNCOUNTED,
+    ) -> None:
         """Raises RuntimeError if the first member has found another one, or if it is gone."""
         try:
-            version = load(self._folder, trainee, history)
+            version = load(self._folder, trainee, history, count)
         except DamagedCheckpoint:
             if is_url(self._folder) or os.path.exists(self._folder):
                 raise

@@ -46,6 +46,10 @@ class Folder:
         """A small file of this attempt; None if there is none."""
         return self._store.read(name)
 
+    def written_bytes(self, name: str) -> int:
+        """How much of a file is written so far; at a URL 0: an object appears when it is whole."""
+        return 0 if is_url(self.name) else self._store.size(name) or 0
+
     def finish(self, metadata: bytes) -> None:
         """Write `.metadata`: it is then complete. It replaces another task's at the same output."""
         self.write(COMPLETE_MARK, metadata)

@@ -22,6 +22,7 @@ from torch import Tensor
 from ....events.errors import UsageError
 from ....events.regular_files import read_regular
 from ....events.whole_numbers import whole_number
+from ...ipc.work_row import UNCOUNTED, WorkCount
 from ..dependencies.private_torch import tensor_of_pickle
 from ..model import training_state
 from ..model.exact_sum import FIRST_BITS
@@ -138,6 +139,7 @@ class MegatronState:
         except (OSError, TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"{path}/common.pt cannot be read: {error}", HINT) from None
         self._stored: StoredState | None = None
+        self._count = UNCOUNTED
 
     def check(self) -> None:
         """Check that its files are there and complete."""
@@ -155,10 +157,12 @@ class MegatronState:
         with_optimizer: bool,
         iteration: int,
         vocabulary: int = 0,
+        count: WorkCount = UNCOUNTED,
     ) -> int:
         """Read this member's part into its live tensors; returns the step version, `iteration`.
         Without the optimizer its state is that of a first iteration. Rows of the embedding after
         `vocabulary` tokens are padding. If this fails, the state is undefined."""
+        self._count = count
         names = state_shards.stacked_names(trainee)
         weights = {
             shard: tensor
@@ -280,8 +284,8 @@ class MegatronState:
                 shard, tensor = self._without_padding(shard, tensor, kind, vocabulary)
             if shard.region.num_elements:
                 want[shard] = tensor
-        stored.check(want)
-        stored.read(want)
+        stored.check(want, self._count)
+        stored.read(want, self._count)
 
     def _without_padding(
         self, shard: Shard, tensor: Tensor, kind: str, vocabulary: int
@@ -329,7 +333,7 @@ class MegatronState:
                     key = f"{bucket}.{what}"
                     part = {Shard(key, stored.kinds[key], Region((begin,), (num,))): flat}
                     stored.check(part)
-                    stored.read(part)
+                    stored.read(part, self._count)
                     state_shards.fill(
                         {shard: rest[shard] for shard in shards}, [listed(kind, name, flat)]
                     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Generator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from time import monotonic as clock
 from typing import NamedTuple
 
@@ -79,22 +79,20 @@ class _Share(NamedTuple):
 
 
 class MemorySaver:
-    """Sends in-memory checkpoints of one member. Each new order may change `store_keys`. `spare`
-    excludes a connection from the sockets that an interrupt shuts down. `tell` sends a report, from
-    any thread; it returns False if it is not accepted now."""
+    """Sends in-memory checkpoints of one member. Each new order may change `store_keys`. `tell`
+    sends a report, from any thread; it returns False if it is not accepted now."""
 
     def __init__(
         self,
         start: StartRank,
         store_keys: StoreKeys,
         *,
-        spare: Callable[[int], AbstractContextManager[None]],
         tell: Callable[[Body], bool],
         note: Callable[[Event, int, int], None],
     ) -> None:
         self._start = start
         self._store_keys = store_keys
-        self._spare, self._tell, self._note = spare, tell, note
+        self._tell, self._note = tell, note
         self._share: _Share | None = None
         self._thread: threading.Thread | None = None
         self._generation = 0
@@ -252,7 +250,6 @@ class MemorySaver:
                     connection = stack.enter_context(
                         protocol.connect(store.endpoint, self._store_keys.get(store.node))
                     )
-                    stack.enter_context(self._spare(connection.fileno()))
                     senders[store] = ShareSender(connection, offer, share.manifest)
             self._send_pieces(share, senders, failed)
             for store, sender in senders.items():

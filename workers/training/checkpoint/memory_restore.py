@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import inf
 from threading import Lock
@@ -27,17 +28,17 @@ from ....events.log.identity import StoreKeys
 from ....events.records.types import MemoryCheckpoint
 from ...checkpoint_store import protocol
 from ...checkpoint_store.protocol import Offer, Piece, ShareReader, ShareRequest, TransferError
+from ...ipc.work_row import UNCOUNTED, WorkCount
+from ..communicators.rounds import Rounds
 from ..model import training_state
 from ..process.exit_report import is_cuda_error
-from ..recovery.peers import World
 from ..recovery.regions import State, cut, shape_of, torch_dtype
 from ..recovery.resharding import Region, Shard, intersection
 from ..recovery.state_sources import HeldState
 
 T = TypeVar("T")
 RESTORE_S_MAX = 15.0
-"""Time limit for all stores together, below reconfigure_s_max: time is left to read the checkpoint
-on disk. A transfer in progress is not interrupted."""
+"""The default of `restore_s_max`, as in the orders."""
 LISTS_NUM = 16
 """Stores that a member asks at once."""
 READERS_NUM = 4
@@ -78,12 +79,20 @@ class Stores:
         copies: Sequence[MemoryCheckpoint],
         store_keys: StoreKeys,
         is_interrupted: Callable[[], bool],
+        ending: Callable[[socket.socket], AbstractContextManager[None]] = lambda _: nullcontext(),
+        *,
+        silent_s_max: float = RESTORE_S_MAX,
+        count: WorkCount = UNCOUNTED,
     ) -> None:
+        """`ending`: a context in which an interrupt ends this connection. `silent_s_max`: once no
+        store has sent anything for so long, no other one is tried. `count`: of the bytes of the
+        state that are read."""
         self._task, self._store_keys, self._is_interrupted = task, store_keys, is_interrupted
-        self._copies = copies
+        self._ending = ending
+        self._copies, self._count = copies, count
         self._nodes = {copy.endpoint: copy.node for copy in copies}
         self.endpoints = list(self._nodes)
-        self._last_s = clock() + RESTORE_S_MAX
+        self._silent_s_max, self._moved_s = silent_s_max, clock()
 
     def shares(self, place: int, num_members: int) -> list[StoredShare]:
         """The shares in those stores that this member asks: each is asked by one member. One that
@@ -103,11 +112,15 @@ class Stores:
             return []
         return [StoredShare(store, offer) for offer in offers]
 
-    def _connect(self, store: int) -> socket.socket:
+    @contextmanager
+    def _connect(self, store: int) -> Generator[socket.socket]:
         endpoint = self.endpoints[store]
-        return protocol.connect(
-            endpoint, self._store_keys.get(self._nodes[endpoint]), self._wait_s()
-        )
+        key = self._store_keys.get(self._nodes[endpoint])
+        with (
+            protocol.connect(endpoint, key, self._wait_s(), self._ending) as connection,
+            self._ending(connection),
+        ):
+            yield connection
 
     def versions(self, shares: Sequence[StoredShare]) -> list[Version]:
         """The whole versions that may be used, the newest first. The same on every member."""
@@ -135,7 +148,11 @@ class Stores:
             range(len(version.shares)),
             key=lambda share: (share != 0, _distance(version.shares[share][0].offer, held)),
         )
-        with ThreadPoolExecutor(READERS_NUM, "copies") as pool:
+        total = sum(tensor.nbytes for tensor in wanted.values())
+        with (
+            ThreadPoolExecutor(READERS_NUM, "copies") as pool,
+            self._count.of("reads its state from memory", total),
+        ):
             for first in range(0, len(order), READERS_NUM):
                 some = order[first : first + READERS_NUM]
                 if reading.is_complete:
@@ -149,7 +166,10 @@ class Stores:
 
     def read_share(self, version: Version, share: int) -> tuple[bytes, dict[str, Tensor]]:
         """The numbers of one share, and its flat tensors by key. Raises TransferError."""
-        return self._from_any(version.shares[share], self._read_all)
+        stored = version.shares[share]
+        total = max((share.offer.copy_bytes for share in stored), default=0)
+        with self._count.of("reads its state from memory", total):
+            return self._from_any(stored, self._read_all)
 
     def _read_all(self, stored: StoredShare) -> tuple[bytes, dict[str, Tensor]]:
         with self._connect(stored.store) as connection:
@@ -162,6 +182,7 @@ class Stores:
                     )
                 target = found[piece.key][piece.offset[0] : piece.offset[0] + piece.shape[0]]
                 target.view(torch.uint8).numpy().data[:] = data
+                self._moved(piece.num_bytes)
             return reader.manifest.numbers, found
 
     def _fetched(self, version: Version, reading: _Reading) -> Fetched:
@@ -201,15 +222,23 @@ class Stores:
             if share.offer.share == 0:
                 reading.numbers = reader.manifest.numbers
             for piece, data in reader.read(reading.useful(reader.manifest.pieces)):
-                reading.take(piece, data)
+                self._moved(reading.take(piece, data))
                 reading.received[share.store] += piece.num_bytes
 
+    def _moved(self, num_bytes: int) -> None:
+        """A store has sent a piece. Raises RuntimeError as WorkCount."""
+        self._moved_s = clock()
+        self._count.add(num_bytes)
+
     def _wait_s(self) -> float:
-        left_s = self._last_s - clock()
+        left_s = self._moved_s + self._silent_s_max - clock()
         if self._is_interrupted():
             raise TransferError("interrupted")
         if left_s <= 0:
-            raise TransferError(f"no more stores are tried after {RESTORE_S_MAX:.0f} s")
+            raise TransferError(
+                "no more stores are tried: none has sent anything for "
+                f"{self._silent_s_max:g} s (restore_s_max)"
+            )
         return left_s
 
     def _warn(self, store: int, error: Exception, **where: int) -> None:
@@ -250,14 +279,16 @@ class _Reading:
             if piece not in self._taken and any(True for _ in self._overlaps(piece))
         ]
 
-    def take(self, piece: Piece, data: memoryview) -> None:
-        """Copy a piece into the tensors. Raises TransferError."""
+    def take(self, piece: Piece, data: memoryview) -> int:
+        """Copy a piece into the tensors; returns the bytes that were wanted of it. Raises
+        TransferError."""
         region = Region(piece.offset, piece.shape)
         dtype = torch_dtype(piece.kind)
         try:
             tensor = torch.frombuffer(data, dtype=dtype).view(piece.shape)
         except (ValueError, RuntimeError) as error:
             raise TransferError(f"invalid piece: {error}") from None
+        num_bytes = 0
         with self._lock:
             self._taken.add(piece)
         for shard, part in self._overlaps(piece):
@@ -267,8 +298,10 @@ class _Reading:
                 if is_cuda_error(error):
                     raise
                 raise TransferError(f"{piece.key}: {error}") from None
+            num_bytes += part.num_elements * dtype.itemsize
             with self._lock:
                 self._num_missing[shard] -= part.num_elements
+        return num_bytes
 
     def _overlaps(self, piece: Piece) -> Iterator[tuple[Shard, Region]]:
         region = Region(piece.offset, piece.shape)
@@ -277,11 +310,11 @@ class _Reading:
                 yield shard, part
 
 
-def gather_shares(mine: Sequence[StoredShare]) -> list[StoredShare]:
-    """A collective: the shares that all members have found."""
+def gather_shares(rounds: Rounds, mine: Sequence[StoredShare]) -> list[StoredShare]:
+    """A round: the shares that all members have found."""
     return [
         share
-        for found in World().collect(msgspec.msgpack.encode(mine))
+        for found in rounds.gather(msgspec.msgpack.encode(mine))
         for share in from_msgpack(found, list[StoredShare])
     ]
 

@@ -6,7 +6,6 @@ checkpoint on disk.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,7 +16,7 @@ from ....events.decoding import from_msgpack
 from ....events.records.orders import StartRank
 from ...checkpoint_store.protocol import TransferError
 from ..process.control_thread import Control
-from ..recovery.peers import World
+from ..recovery.peers import World, is_so_on_all
 from .memory_checkpoint import Content, MemorySaver, StoreOrder
 from .memory_restore import StoredShare, Stores
 from .process_state import NotEncodable, decode, encode, generators, set_generators
@@ -43,8 +42,7 @@ class _Found(Struct, frozen=True, array_like=True):
 
 class RestartMemory:
     """The stored state of process `place` of `num`. All processes call each method after the same
-    iteration; those of several processes use torch.distributed, which must be initialised.
-    `spare`: as in MemorySaver; by default nothing interrupts a connection."""
+    iteration; those of several processes use torch.distributed, which must be initialised."""
 
     def __init__(
         self,
@@ -52,15 +50,12 @@ class RestartMemory:
         control: Control,
         place: int,
         num: int,
-        *,
-        spare: Callable[[int], AbstractContextManager[None]] = (lambda _: nullcontext()),
     ) -> None:
         self._start, self._control, self._place, self._num = start, control, place, num
         self._generation = start.attempt
         self._saver = MemorySaver(
             start,
             control.store_keys,
-            spare=spare,
             tell=control.tell_unless_behind,
             note=lambda event, generation, step_version: None,
         )
@@ -71,14 +66,17 @@ class RestartMemory:
         `after`. Sets the random generators too. None: the log says why, unless this is the first
         start. `meshes`: as in `decode`."""
         stores = Stores(
-            self._start.task, self._start.copies, self._control.store_keys, lambda: False
+            self._start.task,
+            self._start.copies,
+            self._control.store_keys,
+            lambda: False,
+            silent_s_max=self._start.restore_s_max,
         )
         mine = _Found(self._start.attempt, after, stores.shares(self._place, self._num))
         all_found = [mine]
         if self._num > 1:
-            all_found = [
-                from_msgpack(data, _Found) for data in World().collect(msgspec.msgpack.encode(mine))
-            ]
+            told = World.of_torch().collect(msgspec.msgpack.encode(mine))
+            all_found = [from_msgpack(data, _Found) for data in told]
         self._generation = max(one.attempt for one in all_found)
         after = max(one.after for one in all_found)
         versions = stores.versions([share for one in all_found for share in one.shares])
@@ -115,7 +113,7 @@ class RestartMemory:
             return None
 
     def _agreed(self, mine: bool) -> bool:
-        return mine if self._num == 1 else World().all(mine)
+        return mine if self._num == 1 else is_so_on_all(mine)
 
     def status(self) -> tuple[float, float]:
         return self._saver.status(self._order())

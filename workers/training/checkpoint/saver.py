@@ -7,7 +7,6 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import structlog
@@ -21,6 +20,7 @@ from ....events.spec.parallelism import has_every_part
 from ...host import output_owner
 from ...host.checkpoint_index import Index, read_index
 from ...host.output_owner import Owner
+from ...ipc.work_row import UNCOUNTED, WorkCount
 from ..model import training_state
 from ..model.trainee import TrainingModel
 from ..process.exit_report import is_cuda_error
@@ -37,7 +37,8 @@ from .share import own_share
 INDEX_S_MAX = 10.0
 """How long an index may be missing after the other members have ended their writes."""
 SHARES_S_MAX = 300.0
-"""How long the first member waits for the others, if it does not know whether they still write."""
+"""How long the first member waits for another one whose file does not grow, if it does not know
+whether that still writes."""
 POLL_S = 0.05
 
 log = structlog.get_logger()
@@ -142,8 +143,20 @@ class Save(NamedTuple):
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
+class _Others(NamedTuple):
+    """When the other members were known to have ended their writes (0: they may still write), and
+    when they were last known to write."""
+
+    done_s: float = 0.0
+    wrote_s: float = 0.0
+
+    def heard(self, num_saving: int, now_s: float) -> "_Others":
+        """So many of them are known to write now."""
+        return _Others(0.0, now_s) if num_saving else self._replace(done_s=self.done_s or now_s)
+
+
 class Saver:
-    """Writes one member's checkpoints of one format. `exclude_new_sockets`: as in Communicators."""
+    """Writes one member's checkpoints of one format."""
 
     def __init__(
         self,
@@ -152,27 +165,27 @@ class Saver:
         start: StartRank,
         *,
         tell: Callable[[Body], None],
-        exclude_new_sockets: Callable[[], AbstractContextManager[None]],
         note: Callable[[Event, int, int], None],
+        count: WorkCount = UNCOUNTED,
     ) -> None:
+        """`count`: of the bytes that are saved while the task waits for it."""
+        self._count = count
         self.every = form.every
         self._format, self._reports = form, SaveReports(start, what, tell)
-        self._exclude_new_sockets, self._note = exclude_new_sockets, note
+        self._note = note
         self._thread: threading.Thread | None = None
         self._snapshot: snapshot.Snapshot | None = None
         self._save: Save | None = None
         """The thread's current or last save."""
         self._written: Save | None = None
         """The last save of which this member has written its share."""
-        self._saved: Save | None = None
-        """The last checkpoint that this member completed."""
-        self._saved_bytes = 0
+        self._saved: tuple[Save, int] | None = None
+        """The last checkpoint that this member completed, and its bytes."""
         self._is_superseded = False
         """True if the thread must abandon its write."""
         self._is_waiting = self._is_given_up = False
         """Whether the thread waits for the others, and whether it must end this wait."""
-        self._others_done_s = 0.0
-        """When the others were known to have ended their writes; 0: they may still write."""
+        self._others = _Others()
         self._leftover: Folder | None = None
         """The files of the last save that this member did not complete as the first one."""
 
@@ -193,7 +206,7 @@ class Saver:
 
     def hear(self, num_others_saving: int) -> None:
         """The number of other members that still write, from the stats of an iteration."""
-        self._others_done_s = 0.0 if num_others_saving else self._others_done_s or time.monotonic()
+        self._others = self._others.heard(num_others_saving, time.monotonic())
 
     def detach(self) -> None:
         if self._snapshot is not None:
@@ -205,7 +218,7 @@ class Saver:
         self._is_given_up = True
         self.wait()
         self._is_given_up = self._is_superseded = False
-        self._others_done_s = 0.0
+        self._others = _Others()
         self._note("save", save.generation, save.step_version)
         try:
             content = self._format.content(trainee, save.step_version, history, save.saving)
@@ -243,7 +256,7 @@ class Saver:
         self._is_superseded = not final and (self._save is None or not _is_same(self._save, save))
         if not self._has_written(save, trainee.place):
             self._note("save", save.generation, save.step_version)
-        self._others_done_s = self._others_done_s or time.monotonic()
+        self._others = self._others.heard(0, time.monotonic())
         self.wait()
         self._is_superseded = False
         try:
@@ -253,8 +266,14 @@ class Saver:
                 return True
             content = self._format.content(trainee, save.step_version, history, save.saving)
             taken = snapshot.Snapshot(content.share, None)
-            self._others_done_s = 0.0
-            self._write(save, trainee.place, taken, content, final=final, must_stop=must_stop)
+            self._others = _Others()
+            with self._count.of("saves its state", taken.num_bytes, is_storage=True):
+                self._write(
+                    *(save, trainee.place, taken, content),
+                    final=final,
+                    must_stop=must_stop,
+                    count=self._count,
+                )
         except NotSaved as error:
             if is_cuda_error(error):
                 raise
@@ -274,7 +293,7 @@ class Saver:
     def _has_written(self, save: Save, place: int) -> bool:
         """Whether this member has nothing more to write for this checkpoint."""
         if place == save.saving[0]:
-            return self._saved is not None and _is_same(self._saved, save)
+            return self._saved is not None and _is_same(self._saved[0], save)
         return self._written == save
 
     def wait(self) -> None:
@@ -306,24 +325,24 @@ class Saver:
         *,
         final: bool,
         must_stop: Callable[[], bool],
+        count: WorkCount = UNCOUNTED,
     ) -> None:
         """Raises NotSaved, and Superseded if it was given up."""
         name = self._format.folder(save.generation, save.step_version)
         is_first = place == save.saving[0]
         try:
-            with self._exclude_new_sockets():
-                self.discard_leftover()
-                target = folder.Folder(name, save.token)
-                self._format.clear(save.generation, target.partial_name)
-                self._leftover = target if is_first else None
-                self._write_share(target, save, place, taken, content)
-                self._written = save
-                if is_first:
-                    ckpt_bytes = self._complete(target, save, content, must_stop)
-                    self._leftover = None
-                    self._note("saved", save.generation, save.step_version)
-                    self._saved, self._saved_bytes = save, ckpt_bytes
-                    self._format.saved(save, ckpt_bytes, final=final)
+            self.discard_leftover()
+            target = folder.Folder(name, save.token)
+            self._format.clear(save.generation, target.partial_name)
+            self._leftover = target if is_first else None
+            self._write_share(target, save, place, taken, content, count)
+            self._written = save
+            if is_first:
+                ckpt_bytes = self._complete(target, save, content, must_stop)
+                self._leftover = None
+                self._note("saved", save.generation, save.step_version)
+                self._saved = save, ckpt_bytes
+                self._format.saved(save, ckpt_bytes, final=final)
         except WRITE_ERRORS as error:
             raise NotSaved.of(name, error) from error
         finally:
@@ -332,15 +351,22 @@ class Saver:
 
     def _complete_again(self, save: Save, *, final: bool) -> None:
         """The files of the checkpoint are complete already. Raises NotSaved."""
+        assert self._saved is not None
         name = self._format.folder(save.generation, save.step_version)
         try:
-            self._format.saved(save, self._saved_bytes, final=final)
+            self._format.saved(save, self._saved[1], final=final)
         except OSError as error:
             raise NotSaved.of(name, error) from error
         self._succeeded(save, name, is_first=True)
 
     def _write_share(
-        self, target: Folder, save: Save, place: int, taken: snapshot.Snapshot, content: Content
+        self,
+        target: Folder,
+        save: Save,
+        place: int,
+        taken: snapshot.Snapshot,
+        content: Content,
+        count: WorkCount,
     ) -> None:
         """Write the share. If that fails, remove what was written, and tell the first member."""
         try:
@@ -348,7 +374,7 @@ class Saver:
                 target,
                 place,
                 save.step_version,
-                self._pieces(save, target.name, taken),
+                self._pieces(save, target.name, taken, count),
                 content.values,
             )
         except (*WRITE_ERRORS, Superseded) as error:
@@ -365,7 +391,7 @@ class Saver:
             raise
 
     def _pieces(
-        self, save: Save, name: str, taken: snapshot.Snapshot
+        self, save: Save, name: str, taken: snapshot.Snapshot, count: WorkCount
     ) -> Iterator[tuple[Shard, Tensor]]:
         """What `taken` reads, as long as no newer checkpoint is needed. Raises Superseded."""
         for index, piece in enumerate(taken.read()):
@@ -374,6 +400,7 @@ class Saver:
             if index == len(taken.pieces) // 2:
                 self._note("save_mid", save.generation, save.step_version)
             yield piece
+            count.add(piece[1].nbytes)
 
     def _complete(
         self, target: Folder, save: Save, content: Content, must_stop: Callable[[], bool]
@@ -396,7 +423,8 @@ class Saver:
     ) -> Index:
         """The index of the member at `place`. Raises NotSaved if it has not written its share, and
         Superseded if it is not to be waited for."""
-        begin_s = time.monotonic()
+        begin_s = moved_s = time.monotonic()
+        written_bytes = 0
         while True:
             index = read_index(target.read(target.index_name(place)))
             if index is not None and index.error:
@@ -408,9 +436,13 @@ class Saver:
             now_s = time.monotonic()
             if self._is_given_up or self._is_superseded or must_stop():
                 raise Superseded(target.name, f"the share of the member at {place} is missing")
-            if now_s - begin_s > SHARES_S_MAX or (
-                self._others_done_s and now_s - self._others_done_s > INDEX_S_MAX
-            ):
+            before, written_bytes = written_bytes, target.written_bytes(target.data_name(place))
+            if written_bytes > before:
+                moved_s = now_s
+            others = self._others
+            moved_s = max(moved_s, others.wrote_s)
+            done_s = max(others.done_s, moved_s if moved_s > begin_s else 0.0)
+            if now_s - moved_s > SHARES_S_MAX or (others.done_s and now_s - done_s > INDEX_S_MAX):
                 raise NotSaved(target.name, f"the member at {place} did not write its share")
             time.sleep(POLL_S)
 

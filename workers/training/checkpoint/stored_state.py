@@ -24,6 +24,7 @@ from ....events.errors import UsageError
 from ....events.object_storage import COMPLETE_MARK, PathStore, Store, reason
 from ....events.spec.job import is_url
 from ...host.checkpoint_index import read_index
+from ...ipc.work_row import UNCOUNTED, WorkCount
 from ..dependencies.private_torch import classes_of_metadata
 from ..recovery.regions import State, cut, kind_of, shape_of, torch_dtype
 from ..recovery.resharding import Dims, Region, intersection
@@ -32,6 +33,9 @@ from .share_files import FORMAT_KEY, FORMAT_NUM, NUMBERS
 ANOTHER = "name another checkpoint"
 VALUE_BYTES_MAX = 64 << 20
 """Of a number, or another plain value."""
+BLOCK_BYTES, BLOCK_BYTES_OF_URL = 4 << 20, 32 << 20
+"""A part of a tensor is read in blocks of so many bytes; an object store takes a request for each,
+and its bytes are seen to arrive."""
 _PARTS_BYTES_MAX = 1 << 20
 """What torch.save writes beside a tensor."""
 _NO_FILE = frozenset({errno.EINVAL, errno.EISDIR, errno.ENOENT, errno.ENXIO})
@@ -130,6 +134,17 @@ def _place(region: Region, info: Any) -> _Place:
     return place
 
 
+def _read(file: IO[bytes], num_bytes: int, block_bytes: int, count: WorkCount) -> bytes:
+    """So many bytes, or what there is of them, in blocks: each is a sign of life."""
+    blocks: list[bytes] = []
+    left = num_bytes
+    while left and (block := file.read(min(left, block_bytes))):
+        blocks.append(block)
+        left -= len(block)
+        count.add(len(block))
+    return blocks[0] if len(blocks) == 1 else b"".join(blocks)
+
+
 def _bytes_max(kind: str, region: Region) -> int:
     """How long a part of a tensor of this kind may be in its file."""
     num = min(region.num_elements, prod(shape_of(kind)))
@@ -144,6 +159,7 @@ class StoredState:
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self._files = Store(folder) if is_url(folder) else PathStore(folder)
+        self._block_bytes = BLOCK_BYTES_OF_URL if is_url(folder) else BLOCK_BYTES
         self.kinds: dict[str, str] = {}
         """By key of a tensor: the dtype and shape of the whole tensor."""
         self._chunks: dict[str, list[_Place]] = {}
@@ -209,9 +225,9 @@ class StoredState:
         with self._opened(place.file) as file:
             return self._load(file, place, VALUE_BYTES_MAX)
 
-    def check(self, want: State) -> None:
+    def check(self, want: State, count: WorkCount = UNCOUNTED) -> None:
         """Check that the checkpoint has these shards and that its files are complete. Call
-        `numbers` before, which checks the version."""
+        `numbers` before, which checks the version. `count`: of the files."""
         missing = sorted({shard.key for shard in want if shard.key not in self.kinds})
         if missing:
             raise self._other(
@@ -229,7 +245,7 @@ class StoredState:
                     used.append(place)
             if num != region.num_elements:
                 raise self._damaged(f"it lacks a part of {key}")
-        self._check_files(used)
+        self._check_files(used, count)
 
     def file(self, name: str) -> bytes | None:
         """A small file of the checkpoint; None if it has none of this name."""
@@ -238,22 +254,28 @@ class StoredState:
     def check_files(self) -> None:
         self._check_files(place for places in self._chunks.values() for place in places)
 
-    def _check_files(self, used: Iterable[_Place]) -> None:
+    def _check_files(self, used: Iterable[_Place], count: WorkCount = UNCOUNTED) -> None:
         ends_bytes: dict[str, int] = {}
         for place in used:
             end_bytes = place.begin_bytes + place.length_bytes
             ends_bytes[place.file] = max(ends_bytes.get(place.file, 0), end_bytes)
-        for file, end_bytes in ends_bytes.items():
-            size = self._files.size(file)
-            if size is None:
-                raise self._damaged(f"its file {file} is missing")
-            if size < end_bytes:
-                raise self._damaged(f"its file {file} is cut: it has {size} bytes of {end_bytes}")
-            if self._format_num > 1 and not self._checksums_of(file):
-                raise self._damaged(f"the index of its file {file} is missing or cut")
+        with count.of("checks its checkpoint", len(ends_bytes), "files", is_storage=True):
+            for file, end_bytes in ends_bytes.items():
+                self._check_file(file, end_bytes)
+                count.add(1)
 
-    def read(self, want: State) -> None:
-        """Read these shards into their memory. Call `check` before: a failure may leave a part."""
+    def _check_file(self, file: str, end_bytes: int) -> None:
+        size = self._files.size(file)
+        if size is None:
+            raise self._damaged(f"its file {file} is missing")
+        if size < end_bytes:
+            raise self._damaged(f"its file {file} is cut: it has {size} bytes of {end_bytes}")
+        if self._format_num > 1 and not self._checksums_of(file):
+            raise self._damaged(f"the index of its file {file} is missing or cut")
+
+    def read(self, want: State, count: WorkCount = UNCOUNTED) -> None:
+        """Read these shards into their memory. Call `check` before: a failure may leave a part.
+        `count`: of the bytes."""
         takers: dict[_Place, list[tuple[str, Region, Region, Tensor]]] = {}
         for (key, _, region), tensor in want.items():
             for place in self._chunks[key]:
@@ -262,14 +284,16 @@ class StoredState:
         by_file: dict[str, list[_Place]] = {}
         for place in takers:
             by_file.setdefault(place.file, []).append(place)
-        for name, places in by_file.items():
-            with self._opened(name) as file:
-                for place in sorted(places, key=lambda place: place.begin_bytes):
-                    kind = self.kinds[takers[place][0][0]]
-                    chunk = self._load(file, place, _bytes_max(kind, place.region))
-                    for key, part, region, tensor in takers[place]:
-                        self._check_chunk(key, place, chunk)
-                        cut(tensor, region, part).copy_(cut(chunk, place.region, part))
+        total = sum(place.length_bytes for place in takers)
+        with count.of("reads its checkpoint", total, is_storage=True):
+            for name, places in by_file.items():
+                with self._opened(name) as file:
+                    for place in sorted(places, key=lambda place: place.begin_bytes):
+                        kind = self.kinds[takers[place][0][0]]
+                        chunk = self._load(file, place, _bytes_max(kind, place.region), count)
+                        for key, part, region, tensor in takers[place]:
+                            self._check_chunk(key, place, chunk)
+                            cut(tensor, region, part).copy_(cut(chunk, place.region, part))
 
     def _check_chunk(self, key: str, place: _Place, chunk: Any) -> None:
         dtype = self.kinds[key].partition(" ")[0]
@@ -291,7 +315,9 @@ class StoredState:
         with context as file:
             yield file
 
-    def _load(self, file: IO[bytes], place: _Place, bytes_max: int) -> Any:
+    def _load(
+        self, file: IO[bytes], place: _Place, bytes_max: int, count: WorkCount = UNCOUNTED
+    ) -> Any:
         if place.length_bytes > bytes_max:
             raise self._damaged(
                 f"a part of its file {place.file} has {place.length_bytes} bytes, at most "
@@ -300,7 +326,7 @@ class StoredState:
         if file.seek(0, io.SEEK_END) < place.begin_bytes + place.length_bytes:
             raise self._damaged(f"its file {place.file} is cut")
         file.seek(place.begin_bytes)
-        data = file.read(place.length_bytes)
+        data = _read(file, place.length_bytes, self._block_bytes, count)
         expected = self._checksums_of(place.file).get(place.begin_bytes)
         if len(data) < place.length_bytes:
             raise self._damaged(f"its file {place.file} is cut")

@@ -13,33 +13,37 @@ import socket
 import sys
 import threading
 import time
-import zlib
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ....events import network_address
-from ....events.decoding import from_msgpack
+from ....events.errors import UsageError
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import num_positions
 from ....events.timing import RENDEZVOUS_S_MAX
+from ....events.words import install
 from ..dependencies import private_megatron, private_torch
 from . import counting, messages, process_groups, sockets
 from .group_handles import Handles
 from .nccl_errors import NcclError, NcclErrors
 from .operations import Operations
 from .process_groups import GROUP_S_MAX
+from .rounds import Rounds
 
 # --- Aborts of NCCL groups ---
 #
 # An abort waits until NCCL has ended its own threads, measured 1.0 s for each communicator (NCCL
 # 2.28, H200). So a thread of its own aborts each group. The memory of a communicator is free only
 # after its abort.
+#
+# Within a node NCCL's ranks use each other's memory. If one frees it while another's kernels run,
+# these fail with an illegal access, and its CUDA context is lost (NVIDIA/nccl#863). So the ranks of
+# a node first tell each other that they leave.
 
 COMMUNICATOR_BYTES = 512 << 20
 """GPU memory of a communicator, rounded up: 388 MiB measured with NCCL 2.28 on an H200."""
@@ -47,21 +51,36 @@ COMMUNICATOR_BYTES = 512 << 20
 
 class NcclAborts:
     """The aborts of this process. Any thread may call `begin`. `errors`: what NCCL tells of the
-    groups until then."""
+    groups until then. `meet`: called in a thread with the generation before its groups are aborted;
+    returns when the other ranks of this node are about to do the same, or after a limit."""
 
-    def __init__(self, errors: NcclErrors) -> None:
+    def __init__(self, errors: NcclErrors, meet: Callable[[int], object]) -> None:
         self.errors = errors
+        self._meet = meet
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
-    def begin(self) -> None:
+    def begin(self, generation: int) -> None:
         """Take all groups out of torch, and abort each. Returns at once."""
         with self._lock:
             self._threads = [one for one in self._threads if one.is_alive()]
-            for group in private_torch.take_groups():
-                thread = threading.Thread(target=group.abort, name="abort", daemon=True)
+            groups, met = private_torch.take_groups(), threading.Event()
+            for group in groups:
+                thread = threading.Thread(
+                    target=_abort, args=(group, met), name="abort", daemon=True
+                )
                 thread.start()
                 self._threads.append(thread)
+        if groups:
+            threading.Thread(
+                target=self._meet_others, args=(generation, met), name="leave", daemon=True
+            ).start()
+
+    def _meet_others(self, generation: int, met: threading.Event) -> None:
+        try:
+            self._meet(generation)
+        finally:
+            met.set()
 
     def make_room(self) -> None:
         """Wait for the aborts if the GPU has no memory for as many communicators beside theirs."""
@@ -77,8 +96,16 @@ class NcclAborts:
             one.join()
 
 
+def _abort(group: Any, met: threading.Event) -> None:
+    met.wait()
+    group.abort()
+
+
 COLLECTIVE_S_MAX = 1800.0
 """Timeout of a collective. It covers the slowest member and the wait for the next order."""
+SETTLE_S_MAX = 20 * 86400.0
+"""The same while members recover their states: the control plane ends this wait when nothing moves
+any more, however long that takes. torch counts it as milliseconds in 32 bits."""
 CONNECT_S_MAX = 1.0
 """Timeout of one attempt to connect to a store."""
 REACH_S = 0.05
@@ -87,15 +114,6 @@ BACKEND = "UNICRON_BACKEND"
 """Environment variable: `gloo` also on a GPU. For two ranks on one GPU, which NCCL may refuse."""
 ABORTED = (KeyError, ValueError)
 """Exceptions, besides RuntimeError, that torch raises when an aborted group is used."""
-
-
-def pack_news(news: Sequence[bytes]) -> bytes:
-    """The news of all members as one value. Most are alike, so that little is left of them."""
-    return zlib.compress(msgspec.msgpack.encode(news), level=1)
-
-
-def unpack_news(data: bytes) -> list[bytes]:
-    return from_msgpack(zlib.decompress(data), list[bytes])
 
 
 @contextmanager
@@ -138,16 +156,18 @@ def group_of_one() -> Generator[None]:
 
 class Communicators:
     """This process's communicators of one generation at a time, and the store that it hosts. Only
-    the training thread may call other methods than `interrupt`, `spare`, `exclude_new_sockets`."""
+    the training thread may call other methods than `interrupt` and `ending`."""
 
     def __init__(
         self,
         host: str,
         device: torch.device,
         tell_error: Callable[[int, NcclError], None] = lambda generation, error: None,
+        meet_before_abort: Callable[[int], object] = lambda generation: None,
     ) -> None:
         """`tell_error`: called in another thread, at most once for each generation, with the first
-        error that NCCL reports of it."""
+        error that NCCL reports of it. `meet_before_abort`: as in NcclAborts."""
+        self._device = device
         self.backend = os.environ.get(BACKEND) or ("nccl" if device.type == "cuda" else "gloo")
         self._listener = network_address.listen(host)
         port: int = self._listener.getsockname()[1]
@@ -160,15 +180,12 @@ class Communicators:
             use_libuv=True,
         )
         self.endpoint = network_address.endpoint(host, port)
-        self._server_port = port
-        self._excluded = sockets.inodes()
-        self._driver_sockets: set[sockets.Inode] = set()
-        self._training_thread = threading.get_ident()
-        self._excluding_threads: list[int] = []
-        """Threads that are using a storage driver."""
-        self._is_watching = False
+        self._ends = sockets.Ends()
+        self._naming_store: sockets.NamingStore | None = None
+        """Kept as long as the groups, which do not keep what is Python's of it."""
+        self._ending: set[socket.socket] = set()
         self._handles = Handles()
-        self._nccl_aborts = NcclAborts(NcclErrors(tell_error, device))
+        self._nccl_aborts = NcclAborts(NcclErrors(tell_error, device), meet_before_abort)
         self._operations: Operations | None = None
         self.generation = 0
         self.place = 0
@@ -176,7 +193,8 @@ class Communicators:
         self.axes = Axes()
         self.replica: frozenset[int] = frozenset()
         """The ranks of this member's replica, its own included."""
-        self.store: Any = None
+        self._client: Any = None
+        self._rounds: Rounds | None = None
         self.woken = False
         self._is_building = False
         self.down_s = 0.0
@@ -200,6 +218,12 @@ class Communicators:
         return None if self._operations is None else self._operations.groups
 
     @property
+    def rounds(self) -> Rounds:
+        """The rounds of the current generation, whose members have met."""
+        assert self._rounds is not None
+        return self._rounds
+
+    @property
     def is_up(self) -> bool:
         return dist.is_initialized()
 
@@ -207,45 +231,87 @@ class Communicators:
         self, generation: int, place: int, num_members: int, endpoint: str, news: bytes
     ) -> list[bytes]:
         """Rendezvous: connect to the generation's store. Returns the `news` of all members, by
-        place: place 0 collects them, so that each other sets one key and reads one. Raises
-        RuntimeError if a member is missing after RENDEZVOUS_S_MAX, or if interrupted."""
+        place. Raises RuntimeError if a member is missing after RENDEZVOUS_S_MAX, or if
+        interrupted."""
         assert not self.is_up
         self.generation, self.place, self.num_members = generation, place, num_members
-        client = self._reach(*network_address.split_endpoint(endpoint))
-        self.store = dist.PrefixStore(f"generation/{generation}", client)
-        self.store.set(f"news/{place}", news)
-        if place == 0:
-            keys = [f"news/{other}" for other in range(num_members)]
-            self.store.wait(keys, datetime.timedelta(seconds=RENDEZVOUS_S_MAX))
-            self.store.set("news", pack_news(self.store.multi_get(keys)))
-        return unpack_news(self.store.get("news"))
+        self._ends = sockets.Ends()
+        self._client = self._reach(*network_address.split_endpoint(endpoint))
+        store = dist.PrefixStore(f"generation/{generation}", self._client)
+        self._rounds = Rounds(store, place, num_members, "round")
+        return Rounds(store, place, num_members, "meet", RENDEZVOUS_S_MAX).gather(news)
 
-    def up(self, axes: Axes, replica: frozenset[int] = frozenset()) -> None:
-        """Build the groups of a layout. `replica`: its ranks. Raises RuntimeError."""
-        assert self.store is not None, "rendezvous first"
+    def up(self, axes: Axes, replica: frozenset[int] = frozenset()) -> dict[str, float]:
+        """Build the groups of a layout. `replica`: its ranks. Returns the seconds of each, by role,
+        in order; NCCL builds a communicator only when it is first used. Raises RuntimeError,
+        UsageError."""
         self._nccl_aborts.make_room()
         self._is_building = True
+        began_s = time.monotonic()
         try:
-            with _same_excepthook():
-                dist.init_process_group(
-                    self.backend,
-                    store=self.store,
-                    rank=self.place,
-                    world_size=self.num_members,
-                    timeout=datetime.timedelta(seconds=GROUP_S_MAX),
-                )
-            self._operations = Operations(process_groups.build(axes, COLLECTIVE_S_MAX))
+            self._build_world()
+            costs = {"world": time.monotonic() - began_s}
+            self._operations = Operations(process_groups.build(axes, COLLECTIVE_S_MAX, costs))
         finally:
             self._is_building = False
-        private_torch.set_timeout(COLLECTIVE_S_MAX)
-        messages.wait_up_to(COLLECTIVE_S_MAX if self.backend == "gloo" else None)
+        if self.backend == "gloo" and not self._ends.listeners:
+            raise UsageError(
+                f"torch {torch.__version__} does not tell where gloo listens: its connections "
+                "cannot be told from others",
+                f"{install('train')} brings a torch that does",
+            )
+        self._limit_collectives(COLLECTIVE_S_MAX)
         groups = {"world": dist.group.WORLD, **process_groups.by_role(self.groups)}
         counting.begin(groups)
         if self.backend == "nccl":
+            self._wait_for_first_uses()
             self._nccl_aborts.errors.watch(self.generation, groups)
         self.axes = axes
         self.replica = replica
         self.on_groups(self.groups)
+        return costs
+
+    def _build_world(self) -> None:
+        with _same_excepthook():
+            dist.init_process_group(
+                self.backend,
+                store=self._store_of_groups(),
+                rank=self.place,
+                world_size=self.num_members,
+                timeout=datetime.timedelta(seconds=GROUP_S_MAX),
+                device_id=self._device if self.backend == "nccl" else None,
+            )
+        if self.backend == "nccl":
+            # Else torch would make each smaller group by a split of this one, in which all members
+            # have to take part; and a split in a second generation ends the process
+            # (pytorch#192109). A group is built by its own members.
+            world: Any = dist.group.WORLD
+            world.bound_device_id = None
+
+    def _wait_for_first_uses(self) -> None:
+        """NCCL connects a group when it is used first, by the store: a later stage of a pipeline
+        waits there for the first forward of the earlier ones, with all that they compile."""
+        self._client.set_timeout(datetime.timedelta(seconds=COLLECTIVE_S_MAX))
+
+    def _store_of_groups(self) -> Any:
+        """The store with which groups are built. NCCL's waits end by an abort, and torch asks its
+        store from threads that must not wait for Python."""
+        if self.backend != "gloo":
+            return self.rounds.store
+        self._naming_store = sockets.NamingStore(self.rounds.store, self._ends)
+        return self._naming_store
+
+    @contextmanager
+    def settling(self) -> Generator[None]:
+        """Within this context the members recover their states: collectives of the world wait for
+        the slowest one of them."""
+        self._limit_collectives(SETTLE_S_MAX)
+        yield
+        self._limit_collectives(COLLECTIVE_S_MAX)  # unless an error has ended the generation
+
+    def _limit_collectives(self, timeout_s: float) -> None:
+        private_torch.set_timeout(timeout_s)
+        messages.wait_up_to(timeout_s if self.backend == "gloo" else None)
 
     def bind(self) -> None:
         """Put the new groups into the slots that `down` emptied. The model must be for the same
@@ -274,6 +340,7 @@ class Communicators:
         last_s = time.monotonic() + RENDEZVOUS_S_MAX
         while True:
             try:
+                self._ends.add_store(host, port)
                 socket.create_connection((host, port), timeout=CONNECT_S_MAX).close()
                 client = dist.TCPStore(
                     host,
@@ -314,7 +381,7 @@ class Communicators:
         # Names and store keys of groups contain a counter. All members must restart it, because
         # the counters differ if some member's last attempt failed half-way.
         private_torch.restart_group_names()
-        self.store = None
+        self._rounds = self._client = self._naming_store = None
 
     @contextmanager
     def without_peers(self, axes: Axes, place: int) -> Generator[list[Any]]:
@@ -341,45 +408,25 @@ class Communicators:
             yield _unconnected(axes, place)
 
     @contextmanager
-    def spare(self, descriptor: int) -> Generator[None]:
-        """Within the context, `interrupt` does not shut this socket down."""
-        inode = os.fstat(descriptor).st_ino
-        self._excluded[inode] = descriptor
+    def ending(self, connection: socket.socket) -> Generator[None]:
+        """Within the context, `interrupt` shuts this connection down as well."""
+        self._ending.add(connection)
         try:
             yield
         finally:
-            del self._excluded[inode]
-
-    @contextmanager
-    def exclude_new_sockets(self) -> Generator[None]:
-        """Connections that Python code opens within the context belong to no generation until they
-        close: also those of a storage driver's own threads, but of the training thread only within
-        its own context."""
-        if not self._is_watching:
-            self._is_watching = True
-            sockets.watch_connections(self._on_connect)
-        # Copy the set before the open sockets are listed, so that a socket opened meanwhile stays.
-        known = tuple(self._driver_sockets)
-        for inode in frozenset(known).difference(sockets.inodes()):
-            self._driver_sockets.discard(inode)
-        self._excluding_threads.append(threading.get_ident())
-        try:
-            yield
-        finally:
-            self._excluding_threads.remove(threading.get_ident())
-
-    def _on_connect(self, inode: sockets.Inode) -> None:
-        thread, excluding = threading.get_ident(), self._excluding_threads
-        if excluding and (thread != self._training_thread or thread in excluding):
-            self._driver_sockets.add(inode)
+            self._ending.discard(connection)
 
     def interrupt(self) -> None:
-        """End every wait of this process in this generation with an error."""
+        """End every wait of this process in this generation with an error. Connections of others
+        stay."""
         self.woken = True
         self._nccl_aborts.errors.forget()
         if self.backend == "nccl" and self.is_up:
-            self._nccl_aborts.begin()
-        excluded = (*self._excluded, *self._driver_sockets)
+            self._nccl_aborts.begin(self.generation)
+        ends = self._ends
         if self._is_building and self.backend == "gloo":
-            sockets.connect_to_listeners(excluded, self._server_port, self.num_members)
-        sockets.shut_down(excluded, self._server_port)
+            sockets.connect_to_listeners(ends, self.num_members)
+        sockets.shut_down(ends)
+        for connection in tuple(self._ending):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)

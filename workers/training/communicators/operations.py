@@ -3,6 +3,7 @@
 counting.py counts them, as all others of this process.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -60,3 +61,18 @@ class Operations:
                 part, values, group=group, async_op=True
             )
         ]
+
+    def start_ring(self, sent: Sequence[Tensor], received: Sequence[Tensor], role: Role) -> Works:
+        """Start to send tensors to the next member of the group, and to receive those of the
+        previous member, which sends as many of the same sizes."""
+        group = self.group(role)
+        at, num = group.rank(), group.size()
+        messages = [
+            dist.P2POp(dist.isend, tensor, group=group, group_peer=(at + 1) % num)
+            for tensor in sent
+        ]
+        messages += [
+            dist.P2POp(dist.irecv, tensor, group=group, group_peer=(at - 1) % num)
+            for tensor in received
+        ]
+        return dist.batch_isend_irecv(messages) if messages else []

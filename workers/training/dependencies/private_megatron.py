@@ -10,7 +10,6 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.distributed.param_and_grad_buffer import BufferType
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
@@ -232,11 +231,6 @@ def divide_no_gradients(ddp: Any) -> None:
     for buffer in buffers_of(ddp):
         for bucket in buffer.buckets:
             bucket.gradient_scaling_factor = 1.0
-
-
-def can_reduce_all() -> bool:
-    """Whether a sharded gradient can be reduced on all members: since 0.16."""
-    return "force_all_reduce" in finalize_model_grads.__code__.co_varnames
 
 
 # --- The distributed optimizer ---

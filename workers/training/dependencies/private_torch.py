@@ -5,6 +5,8 @@ Every part is in all the versions of known_versions.py, if its function does not
 
 # pyright: reportPrivateUsage=false
 import datetime
+import socket
+import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -117,6 +119,33 @@ def works_of(launched: Any) -> list[Any]:
     """The works of collectives that were launched together, by torch's `_coalescing_manager`."""
     works: list[Any] = launched.works
     return works
+
+
+# --- The addresses of gloo ---
+_STORAGE_BYTES = 128
+"""Of a sockaddr_storage, with which an address begins."""
+
+
+def gloo_address(key: str, value: bytes) -> tuple[str, int] | None:
+    """The IP address and port on which a member of a gloo group listens, if a store has them in
+    `value`; None: it is something else. Only gloo's own code has the format: under the number of
+    the member the name of its host, its address, and 8 bytes for each pair. Source:
+    gloo/transport/tcp/context.cc, Rank::bytes."""
+    if not key.rpartition("/")[2].isdecimal():
+        return None
+    name_size = int.from_bytes(value[:8], sys.byteorder)
+    begin = 16 + name_size
+    size = int.from_bytes(value[begin - 8 : begin], sys.byteorder)
+    if size < _STORAGE_BYTES or len(value) < begin + size or (len(value) - begin - size) % 8:
+        return None
+    address = value[begin : begin + size]
+    family = int.from_bytes(address[:2], sys.byteorder)
+    port = int.from_bytes(address[2:4])
+    if family == socket.AF_INET:
+        return socket.inet_ntop(family, address[4:8]), port
+    if family == socket.AF_INET6:
+        return socket.inet_ntop(family, address[8:24]), port
+    return None
 
 
 # --- The errors of NCCL ---

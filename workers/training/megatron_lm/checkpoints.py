@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ....events.errors import UsageError
+from ...ipc.work_row import UNCOUNTED, WorkCount
 from ..checkpoint.megatron_format import MegatronFormat, iteration_folder
 from ..checkpoint.megatron_state import RELEASE, MegatronState, newest
 from ..model.trainee import TrainingModel
@@ -59,16 +60,27 @@ class Checkpoints:
         path, weights_only = self._newest()
         return 0 if not path or weights_only else MegatronState(path).iteration
 
-    def begin(self, trainee: TrainingModel) -> bool:
+    def begin(self, trainee: TrainingModel, count: WorkCount = UNCOUNTED) -> bool:
         path, weights_only = self._newest()
         if not path or not weights_only:
             return False
         MegatronState(path).read(
-            trainee, History(), with_optimizer=False, iteration=0, vocabulary=self._vocabulary
+            trainee,
+            History(),
+            with_optimizer=False,
+            iteration=0,
+            vocabulary=self._vocabulary,
+            count=count,
         )
         return True
 
-    def read(self, trainee: TrainingModel, step_version: int, history: History) -> None:
+    def read(
+        self,
+        trainee: TrainingModel,
+        step_version: int,
+        history: History,
+        count: WorkCount = UNCOUNTED,
+    ) -> None:
         path = f"{self._load}/{iteration_folder(step_version)}"
         MegatronState(path).read(
             trainee,
@@ -76,6 +88,7 @@ class Checkpoints:
             iteration=step_version,
             with_optimizer=not self._args.no_load_optim,
             vocabulary=self._vocabulary,
+            count=count,
         )
 
     def _newest(self) -> tuple[str, bool]:

@@ -163,8 +163,8 @@ def _initialize(
 ) -> Start:
     """Parse and validate the arguments, set Megatron-LM's globals, compile what datasets need.
     Raises UsageError; Declined if in-memory recovery does not support the arguments."""
-    ranks = {name: os.environ.get(name, "0") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    ranks = {name: os.environ.get(name, "0") for name in ("RANK", "WORLD_SIZE")}
+    os.environ.update(RANK="0", WORLD_SIZE="1")
     if not torch.cuda.is_available():
         cpu_device.prepare_device()
     loop = from_json(os.environ[LOOP], Loop)

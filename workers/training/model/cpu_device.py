@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import os
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -44,14 +44,35 @@ class CudaAsCpu(TorchFunctionMode):
 _mode: CudaAsCpu | None = None
 
 
-def prepare_device() -> torch.device:
+def own_device(given: str, local_rank: int, num_seen: int) -> int:
+    """Which of the `num_seen` GPUs that CUDA shows is this rank's own. `given`: the value of
+    CUDA_VISIBLE_DEVICES. A process that was given one GPU uses that; else its own is that of its
+    local rank. Raises RuntimeError if CUDA does not show it: the GPU of another rank is not taken
+    instead. CUDA shows no GPU behind one that it does not find."""
+    entries = [entry for entry in given.split(",") if entry.strip()]
+    if len(entries) == 1 or (not entries and num_seen == 1):
+        return 0
+    if local_rank < num_seen:
+        return local_rank
+    lost = entries[num_seen] if num_seen < len(entries) else "one"
+    own = entries[local_rank] if local_rank < len(entries) else f"number {local_rank}"
+    raise RuntimeError(
+        f"CUDA shows {num_seen} of the {len(entries) or local_rank + 1} GPUs of this rank's task "
+        f"on this node, and not its own, {own}: {lost} is not there"
+    )
+
+
+def prepare_device(environment: Mapping[str, str] = os.environ) -> torch.device:
     """The training device. Without CUDA, the first call prepares this thread for the CPU. Raises
-    torch's error if this rank was given GPUs that CUDA cannot use: it must not train on the CPU."""
+    torch's error if this rank was given GPUs that CUDA cannot use: it must not train on the CPU;
+    and RuntimeError as `own_device`."""
     global _mode
-    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    given = environment.get("CUDA_VISIBLE_DEVICES", "")
     if torch.version.cuda is not None and given not in ("", "-1"):
         torch.cuda.init()  # type: ignore[no-untyped-call]
     if torch.cuda.is_available():
+        local_rank = int(environment.get("LOCAL_RANK", "0"))
+        torch.cuda.set_device(own_device(given, local_rank, torch.cuda.device_count()))
         return torch.device("cuda", torch.cuda.current_device())
     if _mode is None:
         # Megatron uses the result of `current_device` only as a `device=` argument.

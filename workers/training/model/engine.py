@@ -62,6 +62,9 @@ class Watch(Protocol):
     def tied_begins(self) -> None:
         """The gradients of a tied embedding are about to be added up over its two stages."""
 
+    def mirror_begins(self) -> None:
+        """The reduced shards are about to be sent to the members that mirror them."""
+
     def check(self) -> None:
         """A phase ends or begins."""
 

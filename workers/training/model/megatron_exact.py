@@ -16,6 +16,7 @@ from ..dependencies.private_megatron import set_gathered
 from .engine import Watch
 from .exact_sum import ExactSum, largest
 from .megatron_gradients import Buckets
+from .megatron_mirrors import MirrorSends
 from .megatron_step import is_first_holder
 from .optimizers import ranges
 from .step_barrier import SQUARE_BITS, UNIT_BITS, ExactBarrier, limbs_of, square_sums
@@ -28,8 +29,9 @@ class MegatronExactGradients(Buckets):
     def __init__(self, trainee: TrainingModel, sums: ExactSum) -> None:
         super().__init__(trainee)
         self._trainee, self._sums = trainee, sums
+        self._mirrors = MirrorSends(trainee, self.groups)
         owned = ranges(trainee.optimizer)
-        self._is_scattered = trainee.is_sharded and trainee.mirror is None
+        self._is_scattered = trainee.is_sharded
         self._number = {id(param): index for index, param in enumerate(sums.params)}
         self._own = [
             owned.get(id(param), slice(0, 0)) if self._is_scattered else slice(0, param.numel())
@@ -145,6 +147,7 @@ class MegatronExactGradients(Buckets):
         for index, integers in self._late.items():
             self._write(index, integers)
         self._late = {}
+        self._mirrors.finish(operations, watch, is_overlapped=False)
         self._agree_on_peaks(operations)
         watch.check()
 

@@ -13,6 +13,7 @@ from ..communicators.operations import Operations, Works
 from ..dependencies import private_megatron
 from .engine import Watch
 from .megatron_hooks import PhaseHooks
+from .megatron_mirrors import MirrorSends
 from .trainee import TrainingModel
 
 # --- Backup of the local gradients while Megatron reduces its buffers in place ---
@@ -126,8 +127,7 @@ class MegatronGradients(Buckets):
         self._trainee = trainee
         self._backup = GradientBackup(trainee)
         self._hooks = PhaseHooks(trainee)
-        # A member that mirrors a shard needs the gradients of two shards.
-        self._whole = {"force_all_reduce": True} if trainee.mirror is not None else {}
+        self._mirrors = MirrorSends(trainee, self.groups)
 
     @property
     def has_backup(self) -> bool:
@@ -152,17 +152,21 @@ class MegatronGradients(Buckets):
         division by the token count out, uses the groups of its own generation, and `watch` ends it
         before each phase once the generation has ended.
         """
-        with self._hooks.reduction(watch):
-            finalize_model_grads(
-                self._trainee.ddps, None, pg_collection=operations.groups, **self._whole
-            )
+        self.finish(operations, watch)
 
     def launch(self, bucket: int, operations: Operations) -> Works:
+        group = self.groups[bucket]
         self.starts[bucket]()
-        return private_megatron.reduction_works(self.groups[bucket])
+        works = private_megatron.reduction_works(group)
+        return [*works, *self._mirrors.launched(group, works, operations)]
 
     def finish(self, operations: Operations, watch: Watch) -> None:
         """Megatron records the end of all buckets, and then adds up over the ranks of a replica
         what these share: tied embeddings, norms in sequence parallelism."""
         with self._hooks.reduction(watch):
             finalize_model_grads(self._trainee.ddps, None, pg_collection=operations.groups)
+        self._mirrors.finish(operations, watch, is_overlapped=self._trainee.train.overlap)
+
+    def reset(self) -> None:
+        super().reset()
+        self._mirrors.reset()

@@ -1,11 +1,15 @@
 """Access to the parts of Megatron's optimizer, and its preparation for recovery."""
 
-from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections import defaultdict
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -18,7 +22,8 @@ FUSED = ("transformer_engine", "apex")
 #
 # The mirror is a second instance of Megatron's distributed optimizer over the same buffers, built
 # for the previous rank, the owner. It takes the same step with the same code on the same reduced
-# gradients, so its state is bit-identical to the owner's.
+# gradients, which the owner sends, so its state is bit-identical to the owner's. Who builds the
+# optimizer, a script too, builds it once: the mirror is made from what that was built from.
 
 
 class PreviousRank(NamedTuple):
@@ -34,12 +39,60 @@ class PreviousRank(NamedTuple):
         return self.num_ranks
 
 
-def as_previous_rank(ddps: Sequence[Any]) -> AbstractContextManager[None]:
-    """Within this context, an optimizer is built for the previous data-parallel rank."""
+class BuiltFrom(NamedTuple):
+    """What a DistributedOptimizer was built from: the parameter groups of its torch optimizer, of
+    whole parameters then, and its other arguments."""
+
+    groups: list[dict[str, Any]]
+    args: tuple[Any, ...]
+    options: Mapping[str, Any]
+
+
+@contextmanager
+def noted_builds() -> Generator[dict[int, BuiltFrom]]:
+    """Within this context, notes from what each DistributedOptimizer is built, by its id."""
+    noted: dict[int, BuiltFrom] = {}
+    original: Any = DistributedOptimizer.__init__
+
+    @wraps(original)
+    def build(self: Any, optimizer: Any, *args: Any, **options: Any) -> None:
+        groups = [] if optimizer is None else optimizer.param_groups
+        whole = [{**group, "params": list(group["params"])} for group in groups]
+        original(self, optimizer, *args, **options)
+        noted[id(self)] = BuiltFrom(whole, args, options)
+
+    DistributedOptimizer.__init__ = build  # type: ignore[method-assign, unused-ignore]
+    try:
+        yield noted
+    finally:
+        DistributedOptimizer.__init__ = original  # type: ignore[method-assign, unused-ignore]
+
+
+def mirror_of(optimizer: Any, ddps: Sequence[Any], noted: Mapping[int, BuiltFrom]) -> Any:
+    """The optimizer of the previous data-parallel rank's shard, prepared as `prepare` does it.
+    `noted`: what each part of `optimizer` was built from."""
     buffers = [buffer for ddp in ddps for buffer in private_megatron.buffers_of(ddp)]
-    return private_megatron.data_parallel_groups(
+    with private_megatron.data_parallel_groups(
         buffers, lambda group: PreviousRank(group.rank(), group.size())
-    )
+    ):
+        mirror = ChainedOptimizer(
+            [_mirror_of_part(part, noted[id(part)]) for part in chained(optimizer)]
+        )
+    prepare(ddps, mirror)
+    return mirror
+
+
+def _mirror_of_part(part: Any, built: BuiltFrom) -> Any:
+    inner = part.optimizer
+    if inner is not None:
+        inner = object.__new__(type(inner))  # its constructor takes other options than `defaults`
+        vars(inner).update(vars(part.optimizer))
+        inner.param_groups, inner.state = built.groups, defaultdict(dict)
+    mirror = type(part)(inner, *built.args, **built.options)
+    mirror.grad_scaler = deepcopy(part.grad_scaler)
+    for name, value in vars(part).items():  # what Megatron sets after building: groups
+        vars(mirror).setdefault(name, value)
+    return mirror
 
 
 def sync_mirror(mirror: Any, optimizer: Any) -> None:

@@ -19,7 +19,6 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from torch import Tensor
 
-from ....events.errors import UsageError
 from ....events.spec.job import Model, Train
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import VOCABULARY, Coordinates, coordinates, is_fully_replicated
@@ -29,7 +28,15 @@ from ..dependencies.private_megatron import buffers_of, set_gradient
 from . import architecture
 from .exact_sum import ExactSum, part_tied_uses
 from .experts import Experts
-from .optimizers import as_previous_rank, chained, parts, prepare, without_collectives
+from .optimizers import (
+    chained,
+    mirror_of,
+    noted_builds,
+    parts,
+    prepare,
+    shards,
+    without_collectives,
+)
 from .random_draws import Draw, global_name, seed_of, without_initialisation
 from .random_draws import draw as draw_weights
 from .text_data import END_CODE, carries_loss
@@ -137,6 +144,13 @@ class TrainingModel:
     def optimizers(self) -> tuple[Any, ...]:
         """Its own optimizer, and the optimizer of the mirrored shard if it has one."""
         return (self.optimizer,) if self.mirror is None else (self.optimizer, self.mirror)
+
+    def mirrored_size(self) -> dict[str, int]:
+        """The parameters in the mirrored shard, and the bytes of its masters and moments."""
+        own = [] if self.mirror is None else list(shards(self.mirror).values())
+        num = sum(main.numel() for main in own)
+        each = state_bytes_beside(DTYPES[self.train.precision].itemsize)
+        return {"mirrored_params": num, "mirrored_bytes": num * each}
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -304,26 +318,18 @@ def build(
     if device.type == "cuda":
         draw.at(0, 0)
     config = _config(train, axes)
-    shards = train.parallel.optimizer != "whole"
-    if train.parallel.optimizer == "mirrored" and not private_megatron.can_reduce_all():
-        raise UsageError(
-            "a mirrored optimizer needs megatron-core 0.16 or later",
-            "install it, or set train.parallel.optimizer to sharded",
-        )
+    is_sharded = train.parallel.optimizer != "whole"
     groups = groups_for_building(groups) if groups is not None else None
     modules = [
         _module(train, config, draw, axes, at, chunk, groups, draws=draws)
         for chunk in range(axes.chunks)
     ]
     ddps = [
-        _ddp(train, config, module.to(device), groups, shards=shards, is_first=not chunk)
+        _ddp(train, config, module.to(device), groups, is_sharded=is_sharded, is_first=not chunk)
         for chunk, module in enumerate(modules)
     ]
-    optimizer = _optimizer(train, ddps, groups, shards=shards)
-    mirror = None
-    if train.parallel.optimizer == "mirrored" and axes.dp > 1:
-        with as_previous_rank(ddps):
-            mirror = _optimizer(train, ddps, groups, shards=True)
+    with noted_builds() as noted:
+        optimizer = _optimizer(train, ddps, groups, is_sharded=is_sharded)
     positions = torch.arange(train.model.sequence, device=device).expand(train.batch.micro, -1)
     return TrainingModel(
         train,
@@ -336,8 +342,13 @@ def build(
         optimizer,
         _scheduler(train, optimizer),
         positions,
-        mirror=mirror,
+        mirror=mirror_of(optimizer, ddps, noted) if has_mirror(train, axes) else None,
     )
+
+
+def has_mirror(train: Train, axes: Axes) -> bool:
+    """Whether a member of this layout mirrors the shard of another."""
+    return train.parallel.optimizer == "mirrored" and axes.dp > 1
 
 
 def _module(
@@ -372,7 +383,7 @@ def _module(
 
 
 def _ddp(
-    train: Train, config: Any, module: Any, groups: Any, *, shards: bool, is_first: bool
+    train: Train, config: Any, module: Any, groups: Any, *, is_sharded: bool, is_first: bool
 ) -> Any:
     bucket_size = train.bucket_params or None
     if groups is not None and bucket_size is None:
@@ -384,7 +395,7 @@ def _ddp(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=train.overlap,
             bucket_size=bucket_size,
-            use_distributed_optimizer=shards,
+            use_distributed_optimizer=is_sharded,
             check_for_nan_in_grad=False,
         ),
         module if train.precision == "fp32" else Float16Module(config, module),
@@ -466,7 +477,7 @@ def _layers(draw: Draw) -> Any:
     return spec
 
 
-def _optimizer(train: Train, ddps: list[Any], groups: Any, *, shards: bool) -> Any:
+def _optimizer(train: Train, ddps: list[Any], groups: Any, *, is_sharded: bool) -> Any:
     spec, dynamic = train.optimizer, train.dynamic_loss_scale
     config = OptimizerConfig(
         optimizer="adam",
@@ -477,7 +488,7 @@ def _optimizer(train: Train, ddps: list[Any], groups: Any, *, shards: bool) -> A
         adam_beta2=spec.beta2,
         adam_eps=spec.eps,
         clip_grad=spec.clip_grad,
-        use_distributed_optimizer=shards,
+        use_distributed_optimizer=is_sharded,
         bf16=train.precision == "bf16",
         fp16=train.precision == "fp16",
         params_dtype=DTYPES[train.precision],

@@ -7,6 +7,7 @@ import torch
 
 from ....events.spec.job import Train
 from ....events.spec.model import Axes
+from ...ipc.work_row import UNCOUNTED, WorkCount
 from . import text_data
 from . import trainee as model
 from .trainee import Size, TrainingModel
@@ -28,17 +29,24 @@ class Samples(Protocol):
 
 
 class Beginning(Protocol):
-    """A stored state in place of the initial weights. Each method raises UsageError."""
+    """A stored state in place of the initial weights. Each method raises UsageError. `count`: of
+    what is read."""
 
     def newest(self) -> int:
         """The iterations in the state; 0: none, or weights only. Others may see a later state."""
         ...
 
-    def begin(self, trainee: TrainingModel) -> bool:
+    def begin(self, trainee: TrainingModel, count: WorkCount = UNCOUNTED) -> bool:
         """Set this part to stored weights, for the first iteration. False: there are none."""
         ...
 
-    def read(self, trainee: TrainingModel, step_version: int, history: Any) -> None:
+    def read(
+        self,
+        trainee: TrainingModel,
+        step_version: int,
+        history: Any,
+        count: WorkCount = UNCOUNTED,
+    ) -> None:
         """Read this member's part of that state."""
 
 
@@ -72,7 +80,9 @@ class Workload(Protocol):
         """The size of the whole model, of which `trainee` is a part. `groups` have one member."""
         ...
 
-    def begin(self, trainee: TrainingModel, build_part: BuildPart) -> None:
+    def begin(
+        self, trainee: TrainingModel, build_part: BuildPart, count: WorkCount = UNCOUNTED
+    ) -> None:
         """If no member has a state: set a new model to the first one, unless `build` has."""
         return
 

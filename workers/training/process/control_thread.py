@@ -23,7 +23,7 @@ from ....events.process_io import LogStream
 from ....events.records.orders import Quiesce, Reconfigure, Resume, SetCheckpointStores
 from ....events.records.types import Body, QuiesceMode
 from ....events.timing import FINISH_S_MAX
-from ...ipc.pipe_protocol import Frame, Unpacker, WriteDump, pack
+from ...ipc.pipe_protocol import Frame, MayAbort, Unpacker, WillAbort, WriteDump, pack
 from .orders import result_of
 
 T = TypeVar("T")
@@ -68,8 +68,8 @@ class Control:
         self._num_told = 0
         self._last_order = 0, 0
         """Epoch and seq of the last order. A restarted agent may send an order again."""
-        self._generation = 0
-        self._replica: frozenset[int] = frozenset()
+        self._waiting: tuple[int, frozenset[int]] = 0, frozenset()
+        """The generation and replica of `waiting_for_others`."""
         self._num_waits = 0
         self._wake: Callable[[], None] | None = None
         self._is_interrupting = False
@@ -83,6 +83,8 @@ class Control:
         """The newest key of each checkpoint store that an order has named."""
         self.write_dump: Callable[[str], None] | None = None
         """Writes the flight recorder to a path, without blocking."""
+        self._may_abort = 0
+        """The last generation whose communicators all ranks of this node are about to abort."""
 
     def start(self, early: list[Frame]) -> None:
         """Start the control thread. `early`: StartRank, and orders that arrived with it."""
@@ -169,6 +171,13 @@ class Control:
         """End the process. Call this only if other members hold the state of this rank."""
         _exit_stuck(f"{self._num_abandoned()} abandoned collectives still wait")
 
+    def meet_before_abort(self, generation: int, s_max: float) -> bool:
+        """Wait until all ranks of this node that live in the generation call this, by their agent,
+        but no longer than `s_max`. Returns whether they do. For any thread."""
+        self.tell(WillAbort(generation=generation))
+        with self._changed:
+            return self._changed.wait_for(lambda: self._may_abort >= generation, s_max)
+
     def _num_abandoned(self) -> int:
         self._abandoned_waits = [waits for waits in self._abandoned_waits if waits()]
         return len(self._abandoned_waits)
@@ -216,8 +225,7 @@ class Control:
         with self._changed:
             if self._pending_quiesce(generation, replica) == "now":
                 raise Interrupted
-            self._generation, self._wake, self._abandoned = generation, wake, False
-            self._replica = replica
+            self._waiting, self._wake, self._abandoned = (generation, replica), wake, False
             self._num_waits += 1
             if self._pending_quiesce(generation) == "now":
                 self._start_grace_period()
@@ -251,6 +259,10 @@ class Control:
         self.store_keys.update(frame.store_keys)  # before the order that needs them
         if isinstance(order, SetCheckpointStores):
             self.keep = order
+        if isinstance(order, MayAbort):
+            with self._changed:
+                self._may_abort = max(self._may_abort, order.generation)
+                self._changed.notify_all()
         if isinstance(order, WriteDump) and self.write_dump is not None:
             self.write_dump(order.path)
         if not isinstance(order, (Quiesce, Reconfigure, Resume)):
@@ -265,10 +277,10 @@ class Control:
     def _interrupt_if_ordered(self) -> None:
         if self._wake is None or self._is_interrupting:
             return
-        if self._pending_quiesce(self._generation, self._replica) == "now":
+        if self._pending_quiesce(*self._waiting) == "now":
             self._is_interrupting = True
             threading.Thread(target=self._interrupt_until_done, name="wake", daemon=True).start()
-        elif self._pending_quiesce(self._generation) == "now":
+        elif self._pending_quiesce(self._waiting[0]) == "now":
             self._start_grace_period()
 
     def _start_grace_period(self) -> None:
@@ -280,7 +292,7 @@ class Control:
     def _end_grace_period(self, wait: int) -> None:
         with self._changed:
             if self._num_waits == wait:
-                self._replica = frozenset()
+                self._waiting = self._waiting[0], frozenset()
                 self._interrupt_if_ordered()
 
     def _interrupt_until_done(self) -> None:

@@ -7,7 +7,8 @@ With `train.overlap`, `reduce` and `stats` come between the forward and the back
 last micro-batch, `bucket` as each bucket is launched, `bucket_done` as each completes, in order,
 after the backward. `tensor` comes before the last part of a layer, whose results tensor-parallel
 ranks add up; `stage` before a stage sends to another or waits for one; `embedding` before the
-gradients of a tied embedding are added up. `gate` is the entry of the step barrier, `passed` its
+gradients of a tied embedding are added up, `mirror` before each reduced shard goes to the rank that
+mirrors it. `gate` is the entry of the step barrier, `passed` its
 exit; `staged` and `commit` are of a part of another layout.
 """
 
@@ -40,6 +41,7 @@ Event = Literal[
     "bucket",
     "bucket_done",
     "embedding",
+    "mirror",
     "reduced",
     "gate",
     "passed",
@@ -110,7 +112,7 @@ def trace_of(folder: str, task: int, rank: int, attempt: int) -> Trace:
 # several members, it may wait for the others anywhere in its passes.
 
 _REDUCES = {"stats", "bucket"}
-_ENTERS = {"embedding", "gate", "gather"}
+_ENTERS = {"embedding", "mirror", "gate", "gather"}
 _PASSES = {"micro_batch", "forward", "forward_mid", "backward", "backward_mid", "tensor", "stage"}
 
 

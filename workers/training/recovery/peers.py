@@ -1,47 +1,49 @@
 """The other members of a generation, as the state exchange uses them."""
 
-import zlib
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import count
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..communicators.rounds import Rounds
 from ..dependencies.private_torch import world_store
 from .state_transfer import comm_device
 
+_count = count()
+"""Numbers the worlds of other code: torch may name two of them alike."""
+
 
 class World:
-    """The members of the torch.distributed world, and the generation's store for what few members
-    read. All members call the collectives `gather`, `collect`, `all` and `swap`, in one order.
-    Every method raises RuntimeError."""
+    """The members of a generation: rounds through its store for what all tell, messages between two
+    members, and published data for what few read. All members call `collect`, `scatter`, `all` and
+    `swap` in one order. Every method raises RuntimeError."""
 
-    def __init__(self) -> None:
-        self.place, self.num = dist.get_rank(), dist.get_world_size()
-        self._store: Any = world_store()
+    def __init__(self, rounds: Rounds) -> None:
+        self.place, self.num = rounds.place, rounds.num
+        self._rounds = rounds
 
-    def gather(self, record: bytes) -> Sequence[bytes]:
-        """The records of all members, by place. All have the same size."""
-        size = len(record)
-        found = torch.empty(size * self.num, dtype=torch.uint8, device=comm_device())
-        dist.all_gather(
-            [found[at : at + size] for at in range(0, size * self.num, size)],
-            tensor_of(record).to(comm_device()),
-        )
-        whole = bytes_of(found)
-        return [whole[at : at + size] for at in range(0, len(whole), size)]
+    @classmethod
+    def of_torch(cls) -> World:
+        """The members of torch.distributed's world, which other code has built. All of them call it
+        equally often in their lives, also those of processes that start together later."""
+        name = f"unicron/{next(_count)}"
+        return cls(Rounds(world_store(), dist.get_rank(), dist.get_world_size(), name))
 
     def collect(self, data: bytes) -> Sequence[bytes]:
-        """The data of all members, by place, of any size: the sizes, then the compressed data."""
-        data = zlib.compress(data, level=1)
-        sizes = [int.from_bytes(size) for size in self.gather(len(data).to_bytes(8))]
-        found = self.gather(data.ljust(max(sizes), b"\0"))
-        return [zlib.decompress(each[:size]) for each, size in zip(found, sizes, strict=True)]
+        """The data of all members, by place."""
+        return self._rounds.gather(data)
+
+    def scatter(self, data: bytes, answers: Callable[[Sequence[bytes]], Sequence[bytes]]) -> bytes:
+        """As Rounds.scatter: this member's answer to the data of all."""
+        return self._rounds.scatter(data, answers)
 
     def all(self, mine: bool) -> bool:
-        """Whether it is so on all members."""
-        return all(flag == b"1" for flag in self.gather(b"1" if mine else b"0"))
+        """As `is_so_on_all`."""
+        return is_so_on_all(mine)
 
     def swap(self, outgoing: Mapping[int, bytes], sources: Collection[int]) -> Mapping[int, bytes]:
         """Send data to some members, and receive that of `sources`: the sizes, then the data."""
@@ -67,12 +69,20 @@ class World:
         return {place: bytes_of(buffer) for place, buffer in incoming.items()}
 
     def publish(self, name: str, data: bytes) -> None:
-        self._store.set(name, data)
+        self._rounds.store.set(name, data)
 
     def read(self, name: str) -> bytes:
         """Published data; waits until it is there."""
-        found: bytes = self._store.get(name)
+        found: bytes = self._rounds.store.get(name)
         return found
+
+
+def is_so_on_all(mine: bool) -> bool:
+    """A collective of torch's world: whether it is so on all members. Raises RuntimeError, at once
+    if a member is gone."""
+    flag = torch.tensor([mine], dtype=torch.uint8, device=comm_device())
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag.item())
 
 
 def tensor_of(data: bytes) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ....events.decoding import from_msgpack
 from ....events.spec.parallelism import coordinates
+from ...ipc.work_row import UNCOUNTED, WorkCount
 from ..model import training_state
 from .peers import World, tensor_of
 from .regions import State, cut
@@ -94,10 +95,19 @@ class Request(Struct, frozen=True, array_like=True):
 
 
 class Told(Struct, frozen=True, array_like=True):
-    """What a member tells all others of its plan: the places that send to it; or why it has none:
-    the keys that no holder has, and the holders of another model, by place, with the reason."""
+    """What a member tells of its plan: the places that send to it; or why it has none: the keys
+    that no holder has, and the holders of another model, by place, with the reason."""
 
     senders: list[int] = []
+    missing: tuple[str, ...] = ()
+    odd: dict[int, str] = {}
+
+
+class Answer(Struct, frozen=True, array_like=True):
+    """What a member learns of the plans of all: the receivers to which it sends; or, on all
+    members, why there is no plan, as in Told."""
+
+    receivers: list[int] = []
     missing: tuple[str, ...] = ()
     odd: dict[int, str] = {}
 
@@ -177,7 +187,7 @@ class Planner:
             self.want.digest if self.want is not None else NO_LIST,
             numbers_bytes,
         )
-        self.offers = [Offer.decode(each) for each in self.peers.gather(mine.encoded())]
+        self.offers = [Offer.decode(each) for each in self.peers.collect(mine.encoded())]
         self.receivers = [place for place, offer in enumerate(self.offers) if offer.want != NO_LIST]
         for place in sorted(self.held):
             if (found := self.offers[place].step_version) == self.step_version:
@@ -193,26 +203,31 @@ class Planner:
             plan, mine = Plan([], NO_STATE), Told()
             if self.want is not None:
                 plan, mine = self._own_plan(self.want)
-            told = [
-                from_msgpack(each, Told)
-                for each in self.peers.collect(msgspec.msgpack.encode(mine))
-            ]
-            if not any(each.missing or each.odd for each in told):
-                return plan, [
-                    place for place, each in enumerate(told) if self.peers.place in each.senders
-                ]
-            odd = {place: why for each in told for place, why in each.odd.items()}
-            for place, why in sorted(odd.items()):
+            answer = from_msgpack(
+                self.peers.scatter(msgspec.msgpack.encode(mine), answers_to_plans), Answer
+            )
+            if not (answer.missing or answer.odd):
+                return plan, answer.receivers
+            for place, why in sorted(answer.odd.items()):
                 _excluded(place, why)
                 del self.senders[place]
-            if not odd:
-                missing = Missing(sorted({key for each in told for key in each.missing}))
+            if not answer.odd:
+                missing = Missing(answer.missing)
                 if not self._failed:
                     raise missing
                 # State altered in transit is not lost: the next generation exchanges it again.
                 raise RuntimeError(f"{missing}, without those at {sorted(self._failed)}")
 
-    def exclude(self, places: set[int]) -> None:
+    def were_right(self, bad: set[int]) -> bool:
+        """Whether no member has received wrong data; `bad` are the places that sent this one some.
+        If one has, all members exclude the senders."""
+        if self.peers.all(not bad):
+            return True
+        told = self.peers.collect(msgspec.msgpack.encode(bad))
+        self._exclude({place for each in told for place in from_msgpack(each, set[int])})
+        return False
+
+    def _exclude(self, places: set[int]) -> None:
         log.warning("senders of state are excluded", places=sorted(places), why="wrong checksum")
         self._failed |= places
         for place in places:
@@ -310,7 +325,22 @@ class Planner:
         return {place: decode_request(data) for place, data in told.items()}
 
 
+def answers_to_plans(told: Sequence[bytes]) -> list[bytes]:
+    """The answers to what all members have told of their plans, by place."""
+    plans = [from_msgpack(each, Told) for each in told]
+    missing = tuple(sorted({key for plan in plans for key in plan.missing}))
+    odd = {place: why for plan in plans for place, why in plan.odd.items()}
+    if missing or odd:
+        return [msgspec.msgpack.encode(Answer([], missing, odd))] * len(plans)
+    receivers: list[list[int]] = [[] for _ in plans]
+    for place, plan in enumerate(plans):
+        for sender in plan.senders:
+            receivers[sender].append(place)
+    return [msgspec.msgpack.encode(Answer(each)) for each in receivers]
+
+
 def exchange(
+    peers: World,
     have: State,
     want: State,
     numbers: training_state.Numbers | None,
@@ -321,17 +351,16 @@ def exchange(
     nodes: Sequence[str],
     staged: bool,
     note: Note = lambda event: None,
-    goes_on: Callable[[], bool] = lambda: True,
+    count: WorkCount = UNCOUNTED,
 ) -> ExchangeResult:
     """Fill `want` with the state after `step_version` steps from the members at the places `held`.
 
     All members call it, each with its shards and its `numbers` (None: it has no valid state).
     `held`: the parts that the holders have, by place; `seat`: the part that this member wants.
     `staged`: `want` is the active state; it changes only in `activate`, for which the data takes
-    more memory. `goes_on` is called after each wait: it returns False if the exchange is obsolete.
+    more memory. `count`: as in `transfer`; it ends an exchange that is obsolete.
     Raises RuntimeError; Missing, on all members, if the holders lack a part.
     """
-    peers = World()
     encoded = b"" if numbers is None else msgspec.msgpack.encode(numbers)
     targets = {} if want is have else want
     planner = Planner(
@@ -364,15 +393,8 @@ def exchange(
             note("give")
         if side.take:
             note("receive")
-        bad = transfer(side.give, side.take, goes_on)
-        bad = {
-            place
-            for each in peers.collect(msgspec.msgpack.encode(bad))
-            for place in from_msgpack(each, set[int])
-        }
-        if not bad:  # on any member
+        if planner.were_right(transfer(side.give, side.take, count)):
             break
-        planner.exclude(bad)
 
     def activate() -> None:
         for live, new in side.staged:

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import msgspec
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from ....events.decoding import from_msgpack
 from ....events.spec.model import Axes
 from ....events.spec.parallelism import Sharding, coordinates, has_every_part, position_of, shape
 
@@ -89,6 +91,34 @@ class Claim(Struct, frozen=True, kw_only=True):
     reduced: tuple[float, ...] = ()
     versions: str = ""
     redone: int = 0
+
+
+def encode_claim(claim: Claim, place: int) -> bytes:
+    """The claim of the member at `place`, in relation to the place: usual claims of two members are
+    then equal bytes, and all claims together are few."""
+    return msgspec.msgpack.encode(_moved(claim, place, -1))
+
+
+def decode_claims(encoded: Sequence[bytes]) -> list[Claim]:
+    """The claims that were encoded, by place. Raises msgspec.MsgspecError."""
+    distinct = {data: from_msgpack(data, Claim) for data in dict.fromkeys(encoded)}
+    return [_moved(distinct[data], place, 1) for place, data in enumerate(encoded)]
+
+
+def _moved(claim: Claim, place: int, sign: int) -> Claim:
+    """The claim with its place counted from `place` (sign -1) or from 0 again (1), and with its
+    micro-batches counted from the first one of its replica, of which they are multiples."""
+    held = claim.held
+    if held is None:
+        return claim
+    own = held if sign < 0 else replace(held, place=held.place + place)
+    first = coordinates(own.axes, own.place).dp * sign
+    return replace(
+        claim,
+        held=replace(held, place=held.place + place * sign),
+        kept=tuple(item + first for item in claim.kept),
+        owned=tuple(item + first for item in claim.owned),
+    )
 
 
 class StateHolder(NamedTuple):

@@ -5,13 +5,15 @@ Small tensors share a chunk, because messages are expensive. Threads compute the
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ...ipc.work_row import WorkCount
 
 CHUNK_BYTES = 4 << 20
 """Size of a message. A larger tensor is sent in one message."""
@@ -48,13 +50,19 @@ def comm_device() -> torch.device:
 def transfer(
     give: Mapping[int, Sequence[Tensor]],
     take: Mapping[int, Sequence[Tensor]],
-    goes_on: Callable[[], bool],
+    count: WorkCount,
 ) -> set[int]:
     """Send (`give`) and receive (`take`) tensors by place, in the same order on both sides. Returns
-    the places that sent a wrong checksum; such a chunk is not written. `goes_on` is called after
-    each wait. If it returns False, this raises RuntimeError and writes no more."""
-    with ThreadPoolExecutor(NUM_CHECKSUM_THREADS, "checksum") as pool:
-        return _Transfer(give, take, goes_on, pool).run()
+    the places that sent a wrong checksum; such a chunk is not written. `count`: of the bytes
+    received, or sent if none are, after each wait. If it raises RuntimeError, no more is written.
+    """
+    what = take or give
+    total = sum(tensor.nbytes for tensors in what.values() for tensor in tensors)
+    with (
+        ThreadPoolExecutor(NUM_CHECKSUM_THREADS, "checksum") as pool,
+        count.of("receives its state" if take else "sends its state", total),
+    ):
+        return _Transfer(give, take, pool, count).run()
 
 
 class _Transfer:
@@ -65,12 +73,12 @@ class _Transfer:
         self,
         give: Mapping[int, Sequence[Tensor]],
         take: Mapping[int, Sequence[Tensor]],
-        goes_on: Callable[[], bool],
         pool: ThreadPoolExecutor,
+        count: WorkCount,
     ) -> None:
         self._sending = {place: list(_chunks(tensors)) for place, tensors in give.items()}
         self._receiving = {place: list(_chunks(tensors)) for place, tensors in take.items()}
-        self._goes_on, self._pool, self._device = goes_on, pool, comm_device()
+        self._pool, self._count, self._device = pool, count, comm_device()
         round_bytes = CHUNK_BYTES * max(len(give) + len(take), 1)
         self._num_at_once = max(1, min(ROUNDS_NUM_MAX, BUFFER_BYTES // round_bytes))
         self._packed: deque[dict[int, Future[Tensor]]] = deque()
@@ -123,13 +131,14 @@ class _Transfer:
         self._checked.append(
             [(one, self._pool.submit(_is_right, one.chunk)) for one in arrived.received]
         )
+        if not self._receiving:
+            self._count.add(sum(chunk.nbytes for chunk in arrived.memory))
         if len(self._checked) > 1:
             self._write()
 
     def _write(self) -> None:
         checked = [(one, is_right.result()) for one, is_right in self._checked.popleft()]
-        if not self._goes_on():
-            raise RuntimeError("interrupted during the state exchange")
+        self._count.add(sum(received.chunk.nbytes for received, _ in checked))
         for one, is_right in checked:
             if is_right:
                 _unpack(one.chunk, one.tensors)

@@ -130,6 +130,10 @@ class ReductionWatch:
         self._note("embedding")
         self.check()
 
+    def mirror_begins(self) -> None:
+        self._note("mirror")
+        self.check()
+
 
 class BackedSum:
     """What a sum does whose gradients have a backup, until it is reduced and after that. Its step

@@ -75,6 +75,14 @@ function Summary({ task, now_s }: { task: Task; now_s: number }) {
       {task.failed_saves.map(one => <><dt>not saved</dt><dd><strong>{one.what} of iteration {count(one.step_version)}</strong>{" "}
         since <Ago at_s={one.since_s} now_s={now_s} />: {one.path} ({one.node}): {one.why}{one.final && "; its processes keep the final state, and it is tried again"}</dd></>)}
       {task.stands && <><dt>stalled</dt><dd><strong>{task.stands}</strong></dd></>}
+      {task.works.map(one => <><dt>works</dt><dd>{one.ranks.length === 1 ? `rank ${one.ranks[0]}` : `${one.ranks.length} ranks`}: {
+        one.what || `read and wrote ${si(one.moved_bytes, "B")}`}{one.total > 0 && <>{" "}
+        <progress max={one.total} value={one.done} aria-label={one.what} /></>}
+        {one.unit === "B" && `, ${si(one.done, "B")}${one.total ? ` of ${si(one.total, "B")}` : ""}`}
+        {one.unit && one.unit !== "B" && `, ${count(one.done)}${one.total ? ` of ${count(one.total)}` : ""} ${one.unit}`}
+        {one.ends_s !== null && one.ends_s > now_s && `, ${span(one.ends_s - now_s)} left`}
+        {now_s - one.moved_s >= one.limit_s / 2 && <strong>; nothing moved for {span(now_s - one.moved_s)} ({one.limit}: {span(one.limit_s)})</strong>}
+      </dd></>)}
       <dt>slots</dt><dd>{task.slots.now} of {task.slots.target} planned; {task.slots.min} to {task.slots.max}, weight {task.weight}</dd>
       <dt>layout</dt><dd>{task.layout_in_words || task.layout || "–"}</dd>
       <dt>sums</dt><dd>{task.reproducible === "rounding" ? "with rounding: a recovered run equals the undisturbed one to about 1e-7"

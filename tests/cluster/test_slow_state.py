@@ -1,0 +1,210 @@
+"""Recoveries that read, receive and send their state for far longer than any limit; storage that
+stands still. Each limit of the policy is a tenth of its default."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import slow_storage
+from real_cluster import RealCluster, running
+from twins import small
+from unicron.events.spec.policy import Policy
+
+LIMITS = (
+    "start_s_max",
+    "quiesce_s_max",
+    "boundary_s_max",
+    "reconfigure_s_max",
+    "restore_s_max",
+    "storage_s_max",
+)
+TENTH = {name: getattr(Policy(), name) / 10 for name in LIMITS}
+RECONFIGURE_S = TENTH["reconfigure_s_max"]
+TIMES = 10
+"""A recovery lasts so many times as long as its limit."""
+EVERY = 5
+
+
+@pytest.fixture(scope="module")
+def slowed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
+    policy = {**TENTH, "evidence_s_max": 4.0, "restart_pause_s_max": 0.0}
+    with running(tmp_path_factory.mktemp("slowed"), policy=policy) as made:
+        slow_storage.install(made.path / "trace")
+        yield made
+
+
+@pytest.fixture
+def cluster(slowed: RealCluster) -> Iterator[RealCluster]:
+    slow_storage.set_rates(slowed.path / "trace")
+    yield slowed
+    slow_storage.set_rates(slowed.path / "trace")
+    slowed.restore()
+
+
+def job(name: str, folder: Path, **changes: Any) -> dict[str, Any]:
+    """A state of some 40 MB."""
+    return small(
+        name,
+        folder,
+        slots=(2, 2),
+        iterations=100_000,
+        model={"num_layers": 3, "hidden": 256, "num_heads": 4, "sequence": 32},
+        batch={"global": 4, "micro": 1},
+        **changes,
+    )
+
+
+def state_bytes(cluster: RealCluster, task: int) -> int:
+    body: Any = cluster.told(0, "RankReady", task=task)[-1].body
+    return int(body.state_bytes)
+
+
+def kill_all(cluster: RealCluster, task: int) -> None:
+    for pid in cluster.pids(task).values():
+        os.kill(pid, signal.SIGKILL)
+
+
+def set_rates(cluster: RealCluster, **bytes_per_s: float) -> None:
+    slow_storage.set_rates(cluster.path / "trace", **bytes_per_s)
+
+
+def watch_status(cluster: RealCluster, task: int, wanted: str) -> str:
+    """The line of `status TASK` that shows this progress, with an estimate."""
+
+    def look() -> str | None:
+        printed = cluster.unicron("status", cluster.task(task)["name"]).stdout
+        lines = [line for line in printed.splitlines() if line.startswith("works ")]
+        return next((line for line in lines if wanted in line and " left" in line), None)
+
+    return cluster.wait(look, f"status shows {wanted!r}")
+
+
+def comes_up_late(cluster: RealCluster, task: int, after: int, began_s: float) -> Any:
+    """It comes back in one generation, after many times its limit."""
+    came: Any = cluster.wait_told(after, "Reconfigured", task=task).body
+    took_s = time.monotonic() - began_s
+    assert took_s > TIMES * RECONFIGURE_S, f"{took_s:.1f} s were no test"
+    cluster.wait_steps(task, 3)
+    assert len(cluster.told(after, "Reconfigure", task=task)) == 1, cluster.tail(after)
+    assert not cluster.told(after, "ReconfigureFailed"), cluster.tail(after)
+    worked = cluster.told(after, "RankWorked", task=task)
+    assert worked
+    members = 2
+    assert len(worked) <= members * (took_s / (RECONFIGURE_S / 3) + 4), "seldom"
+    return came
+
+
+def rate(cluster: RealCluster, task: int) -> float:
+    """With this one the state takes a little more than TIMES its limit."""
+    return state_bytes(cluster, task) / (1.2 * TIMES * RECONFIGURE_S)
+
+
+def test_a_checkpoint_that_is_read_for_ten_times_the_limit(
+    cluster: RealCluster, tmp_path: Path
+) -> None:
+    task = cluster.submit(job("folder", tmp_path, checkpoint_every=EVERY, copy_every=0))
+    cluster.wait_told(0, "CheckpointPublished", task=task)
+    after, began_s = cluster.seq(), time.monotonic()
+    set_rates(cluster, read=rate(cluster, task))
+    kill_all(cluster, task)
+    line = watch_status(cluster, task, "reads its checkpoint, ")
+    print(line)
+    assert " MB, " in line
+    came = comes_up_late(cluster, task, after, began_s)
+    assert came.origin == "checkpoint"
+    cluster.cancel(task)
+
+
+def test_copies_that_are_read_for_ten_times_the_limit(cluster: RealCluster, tmp_path: Path) -> None:
+    task = cluster.submit(job("copies", tmp_path, copy_every=EVERY))
+    cluster.wait_told(0, "MemoryCheckpointStored", task=task)
+    cluster.wait_steps(task, 3 * EVERY)
+    after, began_s = cluster.seq(), time.monotonic()
+    set_rates(cluster, copy=rate(cluster, task) / 2)  # a member reads two shares at once
+    kill_all(cluster, task)
+    print(watch_status(cluster, task, "reads its state from memory, "))
+    came = comes_up_late(cluster, task, after, began_s)
+    assert came.origin == "copy"
+    cluster.cancel(task)
+
+
+def test_a_state_that_is_sent_for_ten_times_the_limit(cluster: RealCluster, tmp_path: Path) -> None:
+    task = cluster.submit(job("peer", tmp_path, copy_every=0))
+    cluster.wait_steps(task, 3)
+    after = cluster.seq()
+    set_rates(cluster, peer=rate(cluster, task) / 2)  # two threads seal what is sent
+    os.kill(cluster.pids(task)[1], signal.SIGKILL)
+    cluster.wait_told(after, "Resume", task=task)
+    began_s = time.monotonic()
+    print(watch_status(cluster, task, "receives its state, "))
+    cluster.wait(
+        lambda: cluster.told(after, "Reconfigured", task=task, rank=1) or None, "rank 1 came back"
+    )
+    assert time.monotonic() - began_s > TIMES * RECONFIGURE_S
+    assert not cluster.told(after, "ReconfigureFailed"), cluster.tail(after)
+    cluster.cancel(task)
+
+
+def test_a_storage_that_stands_still_is_named_with_the_bytes(
+    cluster: RealCluster, tmp_path: Path
+) -> None:
+    task = cluster.submit(job("stuck", tmp_path, checkpoint_every=EVERY, copy_every=0))
+    cluster.wait_told(0, "CheckpointPublished", task=task)
+    after, slowly = cluster.seq(), rate(cluster, task)
+    set_rates(cluster, read=slowly)
+    kill_all(cluster, task)
+    cluster.wait(
+        lambda: [x for x in cluster.told(after, "RankWorked", task=task) if x.body.done] or None,
+        "it reads",
+    )
+    set_rates(cluster, read=0.0)
+    time.sleep(2 * RECONFIGURE_S)
+    set_rates(cluster, read=slowly)
+    time.sleep(2 * RECONFIGURE_S)
+    assert not cluster.told(after, "ReconfigureFailed"), "it may stand still for a while"
+    assert cluster.task(task)["generation"] == 2
+    set_rates(cluster, read=0.0)
+    failed = cluster.wait(
+        lambda: (
+            [
+                x.body.why
+                for kind in ("IncidentOpened", "IncidentEscalated")
+                for x in cluster.told(after, kind)
+                if "storage_s_max" in x.body.why
+            ]
+            or None
+        ),
+        "the limit acts",
+    )
+    print(failed[0])
+    assert f"(storage_s_max: nothing moved for {TENTH['storage_s_max']:g} s; rank " in failed[0]
+    assert "reads its checkpoint, " in failed[0]
+    assert " MB, moved " in failed[0]
+    set_rates(cluster)  # it goes on
+    cluster.wait_whole(task, 2)
+    cluster.cancel(task)
+
+
+@pytest.mark.thorough
+def test_a_checkpoint_that_is_read_for_300_s_at_the_defaults(tmp_path: Path) -> None:
+    length_s = 300.0
+    with running(tmp_path, policy={"restart_pause_s_max": 0.0}) as cluster:
+        slow_storage.install(cluster.path / "trace")
+        set_rates(cluster)
+        task = cluster.submit(job("hours", tmp_path, checkpoint_every=EVERY, copy_every=0))
+        cluster.wait_told(0, "CheckpointPublished", task=task)
+        after, began_s = cluster.seq(), time.monotonic()
+        set_rates(cluster, read=state_bytes(cluster, task) / length_s)
+        kill_all(cluster, task)
+        while not cluster.told(after, "Resume", task=task):
+            assert time.monotonic() < began_s + 3 * length_s, cluster.tail(after)
+            time.sleep(1)
+        assert time.monotonic() - began_s > 0.8 * length_s
+        assert len(cluster.told(after, "Reconfigure", task=task)) == 1, cluster.tail(after)
+        assert len(cluster.told(after, "RankWorked", task=task)) < 2 * (3 * length_s / 10)
