@@ -82,8 +82,26 @@ def rank_ready(
         task.num_outstanding -= is_starting(task, rank)
     rank.state, rank.endpoint, rank.work = "ready", body.endpoint, None
     task.iteration_flops, task.rounding_why = body.iteration_flops, body.rounding_why
+    rank.protocol = body.protocol
     state.orders.pop(rank.start_order, None)
     edits.clear_deadline(state, f"start/{task.id}/{rank.rank}/{rank.attempt}")
+    _end_former_versions(task)
+
+
+def _end_former_versions(task: Task) -> None:
+    """Processes that started before an upgrade cannot meet those that started after it, and would
+    wait for them in vain: they start again, and the task goes on from its last copy."""
+    ready = [
+        rank
+        for rank in task.ranks.values()
+        if rank.state in ("ready", "member") and rank.is_healthy
+    ]
+    newest = max(ready, key=lambda rank: rank.protocol, default=None)
+    for rank in ready:
+        if newest is not None and rank.protocol < newest.protocol:
+            rank.timeout_reason = (
+                f"runs a former version, which cannot train with that of rank {newest.rank}"
+            )
 
 
 def is_recovery_unproven(task: Task) -> bool:

@@ -208,6 +208,8 @@ class Rank(Struct, kw_only=True):
     pid: int = 0
     log_path: str = ""
     endpoint: str = ""
+    protocol: int = 0
+    """How it speaks with the other members of a generation."""
     quiesced: int = 0
     """The last generation that the process left by Quiesce."""
     step_version: int = -1

@@ -309,7 +309,8 @@ class RankAdopted(RankReport, frozen=True):
 
 class RankReady(RankReport, frozen=True):
     """Model and data are ready, communicators are not. `endpoint`: the rank's store, host:port.
-    `rounding_why`: why the task's `reproducible: bitwise` cannot be kept; empty: it is."""
+    `rounding_why`: why the task's `reproducible: bitwise` cannot be kept; empty: it is. `protocol`:
+    how the members of a generation speak with each other; those of one generation have the same."""
 
     endpoint: str
     num_params: int
@@ -317,6 +318,7 @@ class RankReady(RankReport, frozen=True):
     iteration_flops: float
     data_digest: str
     rounding_why: str = ""
+    protocol: int = 0
 
 
 class RankErrored(RankReport, frozen=True):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from golden_log import unpack
@@ -24,6 +25,10 @@ assert Path(unicron.__file__).is_relative_to(sys.argv[2]), unicron.__file__
 RealCluster(Path(sys.argv[1])).start()
 """
 START_S_MAX = 300.0
+COPY_EVERY = 10
+"""Iterations between two in-memory copies, at most."""
+PAUSE_S_MAX = 30.0
+"""Less than two rendezvous in vain."""
 
 
 @pytest.fixture
@@ -58,7 +63,8 @@ def test_this_version_takes_over_from_the_last_release(
 
     former.kill_control_plane()
     former.start_control_plane()
-    epochs = [record.body for record in former.told(0, "EpochStarted")]
+    began = former.told(0, "EpochStarted")
+    epochs, taken_over = [record.body for record in began], began[-1].seq
     assert [getattr(one, "durability", None) for one in epochs] == ["", "always"], epochs
     former.wait_steps(task, 20)
     assert former.pids(task) == pids
@@ -102,12 +108,18 @@ def test_this_version_takes_over_from_the_last_release(
     former.wait_steps(task)
     former.cancel(later)
 
-    # Its next rank has this version's code. The former ranks cannot sum with it: they end too, and
-    # all go on without a lost iteration.
+    # Its next rank has this version's code. The former ranks cannot meet it: they end too, at once,
+    # and all go on from their last copy.
     pids, after = former.pids(task), former.seq()
     os.kill(pids[victim], signal.SIGKILL)
     former.wait_told(after, "RankExited", rank=victim, signal=9)
-    former.wait_healed(after)
+    closed: Any = former.wait_told(after, "IncidentClosed").body
+    assert closed.outcome in ("healed", "set back"), former.tail(after)
+    assert not closed.ckpt_read
+    assert closed.iterations_lost <= COPY_EVERY
+    assert closed.pause_s < PAUSE_S_MAX
+    assert not former.told(after, "ReconfigureFailed")
     former.wait_whole(task, 4)
+    assert former.kept(task, pids) == set()
     assert former.unicron("status").returncode == 0
-    twins.compare_and_cancel(former, task, wanted)
+    twins.compare_and_cancel(former, task, wanted, since=taken_over)

@@ -64,6 +64,8 @@ class Driver:
         self.now_s = now_s
         self.pid = 4000
         self.rounding_why = ""
+        self.protocol = 0
+        """How the processes that it starts speak with each other."""
         """What ranks report from now on: why their sums are not exact."""
         self.steps: dict[int, int] = {}
         self.tell(
@@ -271,6 +273,7 @@ class Driver:
                 iteration_flops=1e9,
                 data_digest="d",
                 rounding_why=self.rounding_why,
+                protocol=self.protocol,
             ),
         )
 

@@ -28,6 +28,7 @@ from .checkpoint.saver import Format, OwnFormat, Save, Saver, can_save
 from .communicators import counting
 from .communicators.communicators import ABORTED, Communicators
 from .communicators.nccl_errors import NcclError
+from .communicators.rounds import PROTOCOL_VERSION
 from .model import cpu_device, determinism, training_state
 from .model import trainee as model
 from .model.megatron_engine import MegatronEngine
@@ -210,6 +211,7 @@ class Member:
                 iteration_flops=self.work.flops,
                 data_digest=self.digest,
                 rounding_why=self.work.rounding_why,
+                protocol=PROTOCOL_VERSION,
             )
         )
         self._note("ready")

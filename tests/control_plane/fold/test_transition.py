@@ -133,6 +133,22 @@ def test_a_killed_rank(d: Driver, task: int) -> None:
     assert (task_of(d, task).healed, task_of(d, task).incident) == (1, 0)
 
 
+def test_processes_of_two_versions_do_not_wait_for_each_other(d: Driver, task: int) -> None:
+    lost = d.exit(task, 2)
+    d.obey(lost, start=False)
+    d.progress(task)
+    d.protocol = 1
+    joined = d.obey([lost[-1]])
+    stops = [record.body for record in joined if isinstance(record.body, o.StopRank)]
+    assert [stop.rank for stop in stops] == [0, 1, 3]
+    assert "a former version, which cannot train with that of rank 2" in stops[0].why
+    formed = [record.body for record in joined if isinstance(record.body, o.Reconfigure)]
+    assert {member.attempt for order in formed for member in order.members} == {2}
+    assert len(formed[-1].members) == 4
+    assert {rank.protocol for rank in task_of(d, task).ranks.values()} == {1}
+    the(decisions.IncidentClosed, d.heal(task))
+
+
 def test_a_step_on_the_way_to_a_boundary_ends_the_pause(d: Driver, task: int) -> None:
     lost = d.exit(task, 2)
     d.obey(lost, start=False)

@@ -14,6 +14,9 @@ import msgspec
 
 from ....events.decoding import from_msgpack
 
+PROTOCOL_VERSION = 1
+"""The form of all that the members of a generation tell each other. Whoever changes it raises this:
+ranks of two releases then do not wait for each other (`RankReady.protocol`). Release 0.3.0: 0."""
 WAIT_S_MAX = 20 * 86400.0
 """Members recover state of any size between two rounds: whoever started them ends a wait in which
 nothing moves. torch hands poll(2) the milliseconds in 32 bits."""
