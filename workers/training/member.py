@@ -347,6 +347,7 @@ class Member:
             f"rank {first.rank} on {first.node} has {claims[odd[0]].versions}, the other ranks "
             f"have {usual}{more}"
         )
+        self.communicators.rounds.leave()
         if place in odd:
             raise UsageError(why, "have the same on every node; OMP_NUM_THREADS sets the threads")
         raise RuntimeError(why)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -135,6 +136,22 @@ def test_a_member_that_never_comes_is_an_error(server: dist.TCPStore) -> None:
     first, _, other = in_members(server, 3, told, wait_s=0.3)[0]
     assert first
     assert other
+
+
+def test_the_first_member_stays_until_the_others_have_read_its_last_answer(
+    server: dist.TCPStore,
+) -> None:
+    left = threading.Event()
+
+    def answered(rounds: Rounds) -> str:
+        rounds.gather(b"")
+        too_soon = rounds.place == 1 and left.wait(0.5)
+        rounds.leave()
+        if rounds.place == 0:
+            left.set()
+        return "too soon" if too_soon else "stayed"
+
+    assert in_members(server, 2, answered)[0] == ["stayed", "stayed"]
 
 
 def test_gloo_asks_a_store_equally_often_however_many_there_are() -> None:

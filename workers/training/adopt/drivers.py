@@ -192,6 +192,7 @@ class RestartOnlyDriver:
         told = self.communicators.rounds.gather(str(step_version).encode())
         found = {int(each) for each in told}
         if len(found) > 1:
+            self.communicators.rounds.leave()
             raise UsageError(
                 f"some ranks resume from iteration {min(found)}, others from "
                 f"{max(found)}: they do not see the same checkpoints",

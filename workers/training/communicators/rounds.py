@@ -8,6 +8,7 @@ few requests, however many members there are. A collective would hand each the d
 import datetime
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -20,6 +21,8 @@ ranks of two releases then do not wait for each other (`RankReady.protocol`). Re
 WAIT_S_MAX = 20 * 86400.0
 """Members recover state of any size between two rounds: whoever started them ends a wait in which
 nothing moves. torch hands poll(2) the milliseconds in 32 bits."""
+LEAVE_S_MAX = 5.0
+"""How long the first member waits until the others have read its last answer."""
 
 
 class Rounds:
@@ -60,6 +63,13 @@ class Rounds:
             places = range(1, self.num)
             self.store.multi_set([f"{key}/answer/{place}" for place in places], others)
         return first
+
+    def leave(self) -> None:
+        """Call it before this process ends because of the last answer: the first member has the
+        store, and waits here until the others have read that answer, LEAVE_S_MAX at most."""
+        self._wait_s = LEAVE_S_MAX
+        with suppress(RuntimeError):
+            self._tell(b"")
 
     def _tell(self, data: bytes) -> tuple[str, list[bytes] | None]:
         """Tell the first member; the round's key, and on the first member what all have told."""
