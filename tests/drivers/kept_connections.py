@@ -1,36 +1,42 @@
 """A user's own connections in a training script, and the servers of this machine behind them.
 
-Each is opened once and then used again and again: HTTP with the standard library, an object store
-by fsspec's driver over aiohttp (as s3fs is), Redis with its client, and a socket that C opens. The
-servers note which connections a process has used, so that a silent second connection is seen.
+Each is opened once and then used again and again: HTTP with the standard library, S3 with boto3 and
+moto's server, Redis with its client, and a socket that C opens. The servers note which connections
+a process has used, so that a silent second connection is seen: boto3 repeats a request that failed.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
+import boto3
 import object_store
 import replicated_servers
+from moto.server import create_backend_app
 
-SERVICES = ("http", "objects", "redis", "C")
+S3 = {
+    "service_name": "s3",
+    "region_name": "us-east-1",
+    "aws_access_key_id": "key",
+    "aws_secret_access_key": "secret",
+}
 SCRIPT = """
 import ctypes, http.client, os, socket, struct
 
 class Kept:
-    def __init__(self, http_port, redis_port, echo_port):
-        import fsspec, redis
+    def __init__(self, http_port, s3_port, redis_port, echo_port):
+        import boto3, redis
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.listener.setblocking(False)
-        self.http_port = http_port
         self.http = http.client.HTTPConnection("127.0.0.1", http_port, timeout=20)
-        self.objects = fsspec.filesystem("http")
+        self.s3 = boto3.client(endpoint_url=f"http://127.0.0.1:{s3_port}", **S3)
         self.redis = redis.Redis(port=redis_port, single_connection_client=True)
         self.libc = ctypes.CDLL(None, use_errno=True)
         self.fd = self.libc.socket(socket.AF_INET, socket.SOCK_STREAM, 0)
@@ -42,8 +48,8 @@ class Kept:
         who = os.getpid()
         self.http.request("GET", f"/http?process={who}")
         assert self.http.getresponse().read() == b"here"
-        url = f"http://127.0.0.1:{self.http_port}/objects/one?process={who}"
-        assert self.objects.cat_file(url) == b"here"
+        self.s3.put_object(Bucket="models", Key=f"{who}/state", Body=b"here")
+        assert self.s3.get_object(Bucket="models", Key=f"{who}/state")["Body"].read() == b"here"
         self.redis.sadd(f"connections-{who}", self.redis.client_id())
         got = ctypes.create_string_buffer(1)
         assert self.libc.send(self.fd, b"x", 1, 0) == 1
@@ -60,28 +66,30 @@ def use():
         KEPT.append(Kept(*PORTS))
     KEPT[0].use()
 """
-"""Defines `use`, which uses each connection. PORTS comes before it."""
+"""Defines `use`, which uses each connection. PORTS and S3 come before it."""
+
+Seen = dict[tuple[str, int], set[int]]
 
 
 class Services(NamedTuple):
     """The running servers."""
 
-    ports: tuple[int, int, int]
-    seen: dict[tuple[str, int], set[int]]
-    """By service and process: the client's port of each connection over HTTP."""
+    ports: tuple[int, int, int, int]
+    seen: Seen
+    """By service and process: the client's port of each connection over HTTP or of S3."""
     redis: Any
 
     @property
     def script(self) -> str:
         """What a training script has to begin with."""
-        return f"PORTS = {self.ports}\n{SCRIPT}"
+        return f"PORTS = {self.ports}\nS3 = {S3}\n{SCRIPT}"
 
     def num_connections(self, pid: int) -> dict[str, int]:
         """How many connections a process has used, by service; of the socket in C this is not
         known, but it has no second one."""
         return {
             "http": len(self.seen["http", pid]),
-            "objects": len(self.seen["objects", pid]),
+            "s3": len(self.seen["s3", pid]),
             "redis": self.redis.scard(f"connections-{pid}"),
         }
 
@@ -89,33 +97,78 @@ class Services(NamedTuple):
 @contextmanager
 def services(folder: Path) -> Iterator[Services]:
     """All servers, on loopback."""
-    seen: dict[tuple[str, int], set[int]] = defaultdict(set)
-
-    class Answer(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"  # keeps the connection
-
-        def do_GET(self) -> None:
-            asked = urlsplit(self.path)
-            (pid,) = parse_qs(asked.query)["process"]
-            seen[asked.path.split("/")[1], int(pid)].add(self.client_address[1])
-            self.send_response(200)
-            self.send_header("Content-Length", "4")
-            self.end_headers()
-            self.wfile.write(b"here")
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    echo = object_store.Door()
     folder.mkdir()
+    seen: Seen = defaultdict(set)
+    echo = object_store.Door()
     try:
-        with replicated_servers.serving(folder, appendfsync="no") as redis:
-            ports = server.server_address[1], redis.port, echo.port
-            yield Services(ports, seen, redis.client)
+        with (
+            _http_server(seen) as http_port,
+            _s3_server(seen) as s3_port,
+            replicated_servers.serving(folder, appendfsync="no") as redis,
+        ):
+            yield Services((http_port, s3_port, redis.port, echo.port), seen, redis.client)
     finally:
         echo.close()
+
+
+@contextmanager
+def _http_server(seen: Seen) -> Iterator[int]:
+    class Answer(_KeptAlive):
+        def do_GET(self) -> None:
+            (pid,) = parse_qs(urlsplit(self.path).query)["process"]
+            seen["http", int(pid)].add(self.client_address[1])
+            self.answer(200, {}, b"here")
+
+    with _served(Answer) as port:
+        yield port
+
+
+@contextmanager
+def _s3_server(seen: Seen) -> Iterator[int]:
+    """moto's, with a bucket `models`. The first part of a key is the process that uses it.
+    werkzeug's server, which moto brings, closes each connection after a request."""
+    store = create_backend_app("s3").test_client()
+
+    class Answer(_KeptAlive):
+        def do_GET(self) -> None:
+            if pid := self.path.split("/")[2:3]:
+                seen["s3", int(pid[0])].add(self.client_address[1])
+            data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            answer = store.open(
+                self.path, method=self.command, headers=self.headers.items(), data=data
+            )
+            self.answer(answer.status_code, dict(answer.headers), answer.get_data())
+
+        do_PUT = do_GET
+
+    with _served(Answer) as port:
+        boto3.client(**S3, endpoint_url=f"http://127.0.0.1:{port}").create_bucket(Bucket="models")
+        yield port
+
+
+class _KeptAlive(BaseHTTPRequestHandler):
+    """Keeps the connection after a request."""
+
+    protocol_version = "HTTP/1.1"
+
+    def answer(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def _served(handler: type[_KeptAlive]) -> Iterator[int]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield server.server_address[1]
+    finally:
         server.shutdown()
         server.server_close()

@@ -58,8 +58,7 @@ EXPECTED = {
     "without a fault; with copies alone at most copy_every iterations are lost",
     "hang": "the rank that sleeps is named in the incident and replaced alone",
     "link_cut": "an incident of the network; all processes live on, no iteration is lost",
-    "connections": "HTTP, object store, Redis and a socket in C work after 20 kills, on one "
-    "connection each",
+    "connections": "HTTP, S3, Redis and a socket in C work after 20 kills, on one connection each",
 }
 """What two or more GPUs show, by the name `several`: what is expected of each check."""
 ON_CPU = (

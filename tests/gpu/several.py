@@ -233,7 +233,12 @@ def check_link_cut(folder: Path, device: str) -> list[Row]:
 
 def check_connections(folder: Path, device: str) -> list[Row]:
     """Ranks are killed in turn, all but the first, which keeps a connection of every kind."""
-    import kept_connections
+    try:
+        import kept_connections
+    except ImportError as error:
+        raise NotPossible(
+            f"{error.name} is not installed: pip install boto3 'moto[s3]' flask flask-cors"
+        ) from error
 
     num = num_ranks(device)
     with (

@@ -258,7 +258,7 @@ def killed_again_and_again(loops: Callable[..., Any], tmp_path: Path, num: int) 
         assert all(driver.processes[rank].popen.poll() is None for rank in (0, 2))
         assert not driver.told(r.RankErrored)
         for pid in pids:
-            assert services.num_connections(pid) == {"http": 1, "objects": 1, "redis": 1}
+            assert services.num_connections(pid) == {"http": 1, "s3": 1, "redis": 1}
 
 
 def test_a_users_connections_outlive_a_killed_rank(
