@@ -18,6 +18,7 @@ from rank_driver import Drive
 from unicron.events.records.reports import ReconfigureFailed
 from unicron.events.spec.job import Model, Train
 from unicron.events.spec.model import Axes
+from unicron.events.timing import RENDEZVOUS_S_MAX
 from unicron.workers.ipc.pipe_protocol import Unpacker
 from unicron.workers.ipc.progress_page import ProgressWriter
 from unicron.workers.training.communicators import communicators, sockets
@@ -220,6 +221,28 @@ def test_no_group_is_aborted_before_the_ranks_of_the_node_have_met(
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     NcclAborts(errors, lambda generation: 1 // 0).begin(8)
     assert aborted.wait(WAIT_S)
+
+
+def test_an_interrupt_ends_a_rendezvous() -> None:
+    """By the connection to the store: there is no other yet. Whoever interrupts does it again and
+    again, as the store may not have been reached."""
+    ours = Communicators("127.0.0.1", torch.device("cpu"))
+    has_ended = threading.Event()
+
+    def interrupt() -> None:
+        while not has_ended.wait(0.1):
+            ours.interrupt()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    began_s = time.monotonic()
+    try:
+        with pytest.raises(RuntimeError):
+            ours.meet(0, 0, 2, ours.endpoint, b"")  # nobody else comes
+    finally:
+        has_ended.set()
+        thread.join()
+    assert time.monotonic() - began_s < RENDEZVOUS_S_MAX / 2
 
 
 def test_the_first_use_of_a_group_may_wait_for_a_compilation() -> None:

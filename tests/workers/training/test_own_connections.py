@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -124,6 +126,27 @@ def test_an_address_of_ipv4_is_the_same_in_a_socket_of_ipv6() -> None:
             ends.listeners.add(("127.0.0.1", listener.getsockname()[1]))
             sockets.shut_down(ends)
             assert near.recv(1) == b""
+
+
+CONNECTS = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.argv[1]))).recv(1)"
+
+
+def test_a_connection_that_gloos_listener_has_accepted_is_ended() -> None:
+    """Its other end is in another process."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        with subprocess.Popen([sys.executable, "-c", CONNECTS, port]) as peer:
+            far, _ = listener.accept()
+            with far:
+                far.setblocking(False)
+                ends = Ends()
+                sockets.shut_down(ends)
+                with pytest.raises(BlockingIOError):
+                    far.recv(1)
+                ends.listeners.add(listener.getsockname())
+                sockets.shut_down(ends)
+                assert far.recv(1) == b""
+            assert peer.wait(LIMIT_S) == 0
 
 
 @pytest.mark.parametrize("is_named", [True, False])
