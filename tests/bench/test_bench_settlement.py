@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import resource
+
 import pytest
 from bench.recovery.rows import row
 from bench.settlement import control_plane, main, ranks
-from bench.settlement.crowd import crowd_of
+from bench.settlement.crowd import FILES_BESIDE, allow_files, crowd_of
 
 
 @pytest.mark.parametrize("name", ["joined", "reshaped"])
@@ -30,6 +32,19 @@ def test_a_transition_takes_the_decider_less_than_a_second() -> None:
     decided = control_plane.transition(64)
     assert 0 < decided.cpu_s < 1.0
     assert 64 < decided.order_bytes < 10_000
+
+
+def test_too_few_open_files_are_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [(64, 1024), (64, resource.RLIM_INFINITY), (1024, 1024)]
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[0])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, given: asked.append(given))
+    assert allow_files(4096) == "4096 members need 4160 open files, and `ulimit -Hn` is 1024"
+    assert (allow_files(256), asked.pop()) == ("", (256 + FILES_BESIDE, 1024))
+    del limits[0]
+    assert (allow_files(4096), asked.pop()[0]) == ("", 4096 + FILES_BESIDE)
+    del limits[0]
+    assert (allow_files(256), asked) == ("", [])
 
 
 def test_goals_are_of_one_case_and_of_the_requests_in_all() -> None:

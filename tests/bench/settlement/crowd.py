@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import multiprocessing
 import resource
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -29,6 +30,8 @@ NUM_PROCESSES_MAX = 4
 WAIT_S = 300.0
 CONNECT_S_MAX = 60.0
 STACK_BYTES = 256 << 10
+FILES_BESIDE = 64
+"""Open files of the store's process, besides a connection of each member."""
 Part = tuple[int, ...]
 
 
@@ -157,17 +160,27 @@ def all_told(world: World) -> list[Told]:
     ]
 
 
+def allow_files(num: int) -> str:
+    """Let this process and those that it starts have the open files that a crowd of `num` members
+    needs. Returns why that cannot be; "" if it can."""
+    needed = num + FILES_BESIDE
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        return f"{num} members need {needed} open files, and `ulimit -Hn` is {hard}"
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    return ""
+
+
 def crowd_of(world: World) -> Crowd:
     """Let all members of a scene walk, in a few processes."""
     told = all_told(world)
     num = len(told)
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     forked = multiprocessing.get_context("fork")
     num_processes = min(NUM_PROCESSES_MAX, num)
     start = forked.Barrier(num_processes + 1)
     here, there = forked.Pipe()
-    server = forked.Process(target=_serve, args=(there,))
+    server = forked.Process(target=_serve, args=(there,), daemon=True)
     server.start()
     port: int = here.recv()
     pipes: list[Connection] = []
@@ -175,18 +188,20 @@ def crowd_of(world: World) -> Crowd:
     for number in range(num_processes):
         mine, theirs = forked.Pipe()
         part = tuple(range(number, num, num_processes))
-        members.append(forked.Process(target=_members, args=(port, part, told, start, theirs)))
+        given = port, part, told, start, theirs
+        members.append(forked.Process(target=_members, args=given, daemon=True))
         members[-1].start()
         pipes.append(mine)
-    start.wait(WAIT_S)
-    began_s = time.monotonic()
     try:
-        walked: list[Walked] = [each for pipe in pipes for each in pipe.recv()]
-        here.send(None)
-        server_cpu_s: float = here.recv()
-    finally:
-        for process in (*members, server):
-            process.join(WAIT_S)
+        start.wait(WAIT_S)
+    except threading.BrokenBarrierError:
+        sys.exit(f"{num} members have not connected within {WAIT_S:.0f} s: is the machine busy?")
+    began_s = time.monotonic()
+    walked: list[Walked] = [each for pipe in pipes for each in pipe.recv()]
+    here.send(None)
+    server_cpu_s: float = here.recv()
+    for process in (*members, server):
+        process.join(WAIT_S)
     return Crowd(
         max(each.num_requests for each in walked),
         sum(each.num_bytes for each in walked) / num,
@@ -209,7 +224,8 @@ def _members(port: int, part: Part, told: Sequence[Told], start: Any, pipe: Conn
 
     def member(place: int) -> None:
         client = Client(port)
-        connected.wait(WAIT_S)
+        with suppress(threading.BrokenBarrierError):
+            connected.wait(WAIT_S)
         begins.wait()
         walk(place, len(told), told[place], client)
         walked[place] = Walked(client.num_requests, client.num_bytes, time.monotonic())
@@ -217,8 +233,12 @@ def _members(port: int, part: Part, told: Sequence[Told], start: Any, pipe: Conn
     threads = [threading.Thread(target=member, args=(place,), daemon=True) for place in part]
     for thread in threads:
         thread.start()
-    connected.wait(WAIT_S)
-    start.wait(WAIT_S)
+    try:
+        connected.wait(WAIT_S)
+        start.wait(WAIT_S)
+    except threading.BrokenBarrierError:
+        start.abort()
+        return
     begins.set()
     for thread in threads:
         thread.join(WAIT_S)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bench.recovery.rows import Row, finish, row
 from bench.settlement import control_plane, ranks
-from bench.settlement.crowd import crowd_of
+from bench.settlement.crowd import allow_files, crowd_of
 
 ROOT = Path(__file__).resolve().parents[3]
 CASES = {"ranks_64": 64, "ranks_256": 256, "ranks_1024": 1024, "ranks_4096": 4096}
@@ -53,6 +53,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.n < 1:
         parser.error("-n must be at least 1")
+    if why := allow_files(max((CASES[case] for case in options.cases), default=0)):
+        sys.exit(f"{why}: raise it, or choose smaller CASES")
     began_s, rows = time.monotonic(), list[Row]()
     try:
         for case in options.cases:
