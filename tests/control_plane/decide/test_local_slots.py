@@ -62,3 +62,6 @@ def test_a_slot_that_is_out_is_not_among_them() -> None:
     for _, slot, slots in starts.values():
         assert lost not in slots
         assert slot in slots
+    target = {seat.rank: seat.slot.index for seat in d.state.tasks[task].target}
+    assert starts[1][2] == tuple(target[rank] for rank in sorted(target))
+    assert list(starts[1][2]) != sorted(starts[1][2]), "the rank has the last slot now"
