@@ -416,14 +416,24 @@ class ShareReader:
             for begin in range(0, len(sums), SUM_BYTES)
         ]
 
-    def read(self, indices: Sequence[int]) -> Iterator[tuple[Piece, memoryview]]:
-        """These pieces, each verified and in a buffer of its own."""
+    def read(
+        self,
+        indices: Sequence[int],
+        target: Callable[[Piece], memoryview | None] = lambda piece: None,
+    ) -> Iterator[tuple[Piece, memoryview]]:
+        """These pieces, each verified. `target`: the memory that a piece is received into, also if
+        it is then found altered; None: a buffer, which the next piece uses again."""
+        buffer = bytearray()
         for begin in range(0, len(indices), INDICES_NUM_MAX):
             wanted = tuple(indices[begin : begin + INDICES_NUM_MAX])
             send(self._connection, PiecesRequest(indices=wanted))
             for index in wanted:
                 piece = self.manifest.pieces[index]
-                data = memoryview(bytearray(piece.num_bytes))
+                data = target(piece)
+                if data is None:
+                    if len(buffer) < piece.num_bytes:
+                        buffer = bytearray(piece.num_bytes)
+                    data = memoryview(buffer)[: piece.num_bytes]
                 if receive_bytes(self._connection, data) != self._sums[index]:
                     raise TransferError(f"checkpoint altered: {piece.key} {piece.offset}")
                 yield piece, data

@@ -106,7 +106,9 @@ class CheckpointStore:
                 )
             removed = self._to_remove_for(offer, bytes_max)
             try:
-                memory = mmap.mmap(-1, offer.copy_bytes)
+                # Private, because new pages of shared memory cost more.
+                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+                memory = mmap.mmap(-1, offer.copy_bytes, flags=flags)
             except OSError as error:
                 raise StoreRefused(f"no memory for {offer.copy_bytes} bytes: {error}") from None
             for old in removed:

@@ -167,7 +167,7 @@ def test_a_refused_checkpoint_evicts_nothing(monkeypatch: pytest.MonkeyPatch) ->
     assert (steps(stored), steps(stored, 8), lost) == ([10, 20], [10, 20], [])
 
 
-def _no_memory(*args: int) -> mmap.mmap:
+def _no_memory(*args: int, flags: int) -> mmap.mmap:
     raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
 

@@ -175,13 +175,16 @@ class Stores:
         with self._connect(stored.store) as connection:
             reader = ShareReader(connection, _request(stored.offer))
             found: dict[str, Tensor] = {}
-            for piece, data in reader.read(range(len(reader.manifest.pieces))):
+
+            def target(piece: Piece) -> memoryview:
                 if piece.key not in found:
                     found[piece.key] = torch.empty(
                         shape_of(piece.kind), dtype=torch_dtype(piece.kind)
                     )
-                target = found[piece.key][piece.offset[0] : piece.offset[0] + piece.shape[0]]
-                target.view(torch.uint8).numpy().data[:] = data
+                begin = piece.offset[0]
+                return _memory(found[piece.key][begin : begin + piece.shape[0]], piece)
+
+            for piece, _ in reader.read(range(len(reader.manifest.pieces)), target):
                 self._moved(piece.num_bytes)
             return reader.manifest.numbers, found
 
@@ -221,7 +224,8 @@ class Stores:
             reader = ShareReader(connection, _request(share.offer))
             if share.offer.share == 0:
                 reading.numbers = reader.manifest.numbers
-            for piece, data in reader.read(reading.useful(reader.manifest.pieces)):
+            useful = reading.useful(reader.manifest.pieces)
+            for piece, data in reader.read(useful, reading.target):
                 self._moved(reading.take(piece, data))
                 reading.received[share.store] += piece.num_bytes
 
@@ -279,9 +283,21 @@ class _Reading:
             if piece not in self._taken and any(True for _ in self._overlaps(piece))
         ]
 
-    def take(self, piece: Piece, data: memoryview) -> int:
-        """Copy a piece into the tensors; returns the bytes that were wanted of it. Raises
+    def target(self, piece: Piece) -> memoryview | None:
+        """The live memory for a piece that is wanted as a whole, in one place. Raises
         TransferError."""
+        found = list(self._overlaps(piece))
+        if len(found) != 1 or found[0][1] != Region(piece.offset, piece.shape):
+            return None
+        shard, part = found[0]
+        live = cut(self._state[shard], shard.region, part)
+        if live.device.type != "cpu" or not live.is_contiguous():
+            return None
+        return _memory(live, piece)
+
+    def take(self, piece: Piece, data: memoryview) -> int:
+        """Copy a piece into the tensors, unless it is received there; returns the bytes that were
+        wanted of it. Raises TransferError."""
         region = Region(piece.offset, piece.shape)
         dtype = torch_dtype(piece.kind)
         try:
@@ -292,8 +308,10 @@ class _Reading:
         with self._lock:
             self._taken.add(piece)
         for shard, part in self._overlaps(piece):
+            live, sent = cut(self._state[shard], shard.region, part), cut(tensor, region, part)
             try:
-                cut(self._state[shard], shard.region, part).copy_(cut(tensor, region, part))
+                if live.data_ptr() != sent.data_ptr():
+                    live.copy_(sent)
             except RuntimeError as error:
                 if is_cuda_error(error):
                     raise
@@ -308,6 +326,13 @@ class _Reading:
         for shard in self._wanted.get((piece.key, piece.kind), ()):
             if (part := intersection(shard.region, region)) is not None:
                 yield shard, part
+
+
+def _memory(live: Tensor, piece: Piece) -> memoryview:
+    """The bytes of a contiguous tensor in host memory. Raises TransferError."""
+    if live.nbytes != piece.num_bytes:
+        raise TransferError(f"invalid piece: {piece.key} has {piece.num_bytes} bytes")
+    return live.view(-1).view(torch.uint8).numpy().data
 
 
 def gather_shares(rounds: Rounds, mine: Sequence[StoredShare]) -> list[StoredShare]:
