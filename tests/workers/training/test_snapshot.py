@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from itertools import chain, islice
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def test_what_is_read_later_has_the_values_of_the_snapshot(
     live = state()
     before, taken = values(live), Snapshot(live, limit_bytes)
     reader = taken.read()
-    first = [next(reader) for _ in range(num_read)]
+    first = [(shard, tensor.clone()) for shard, tensor in islice(reader, num_read)]
     assert taken.num_bytes == sum(tensor.nbytes for tensor in live.values())
     done = threading.Event()
 
@@ -84,7 +85,7 @@ def test_what_is_read_later_has_the_values_of_the_snapshot(
     elif limit_bytes == 0:
         time.sleep(0.1)
         assert not done.is_set(), "changed before it was read"
-    found = whole(live, iter([*first, *reader]))
+    found = whole(live, chain(first, reader))
     assert done.wait(10)
     assert all(found[key].equal(tensor) for key, tensor in before.items())
 

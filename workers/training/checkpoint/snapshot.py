@@ -58,6 +58,9 @@ class Snapshot:
         self.num_bytes = sum(tensor.nbytes for tensor in share.values())
         self._limit_bytes = self.num_bytes if limit_bytes is None else limit_bytes
         self._copies: dict[int, Tensor] = {}
+        self._buffer = bytearray()
+        """For the piece that `read` yields: memory that is new for each costs more than the copy.
+        """
         self._next = 0
         self._why = ""
         self._changed = threading.Condition()
@@ -65,8 +68,8 @@ class Snapshot:
         self._stream: Any = None if on_gpu is None else _stream(on_gpu.device)
 
     def read(self) -> Generator[tuple[Shard, Tensor]]:
-        """Each piece and a copy of it in host memory. The reader must exhaust or close the
-        iterator, else `detach` waits for it. Raises SnapshotLost."""
+        """Each piece and a copy of it in host memory, which the next one overwrites. The reader
+        must exhaust or close the iterator, else `detach` waits for it. Raises SnapshotLost."""
         try:
             for index, shard in enumerate(self.pieces):
                 with self._changed:
@@ -74,7 +77,7 @@ class Snapshot:
                         raise SnapshotLost(self._why)
                     tensor = self._copies.pop(index, None)
                     if tensor is None:
-                        tensor = self._copy(index)
+                        tensor = self._copy(index, is_read=True)
                     self._live[index] = None
                     self._next = index + 1
                     self._changed.notify_all()
@@ -118,10 +121,12 @@ class Snapshot:
         self._live, self._copies = [], {}
         self._changed.notify_all()
 
-    def _copy(self, index: int) -> Tensor:
+    def _copy(self, index: int, *, is_read: bool = False) -> Tensor:
         """A copy of a live piece in host memory, complete when this returns."""
         live = self._live[index]
         assert live is not None, "a piece is read or copied once"
+        if is_read and live.nbytes and self._stream is None:
+            return self._buffered(live).copy_(live)
         copy = torch.empty(live.shape, dtype=live.dtype, pin_memory=self._stream is not None)
         if self._stream is None:
             return copy.copy_(live)
@@ -129,6 +134,13 @@ class Snapshot:
             copy.copy_(live, non_blocking=True)
         self._stream.synchronize()
         return copy
+
+    def _buffered(self, live: Tensor) -> Tensor:
+        """A tensor of this shape in the buffer, whose storage ends with it."""
+        if len(self._buffer) < live.nbytes:
+            self._buffer = bytearray(live.nbytes)
+        flat = torch.frombuffer(self._buffer, dtype=live.dtype, count=live.numel())
+        return flat.view(live.shape)
 
 
 def _stream(device: torch.device) -> Any:
