@@ -34,7 +34,7 @@ from ..recovery.resharding import Region, Shard, intersection
 from ..recovery.state_shards import StackedName
 from .megatron_format import MASTER, SHARDED_MASTER, TRACKER, iteration_folder, translated
 from .share import name_of
-from .stored_state import UNREADABLE, Damaged, StoredState, check_unpacked
+from .stored_state import UNREADABLE, Damaged, StoredState, unpacked_parts
 
 RELEASE = "release"
 """In place of an iteration: weights without the state of a training."""
@@ -91,7 +91,7 @@ def plain_values(data: bytes) -> Any:
     plain = types.ModuleType("plain")
     vars(plain).update(Unpickler=_PlainUnpickler, load=pickle.load)
     try:
-        check_unpacked(data)
+        unpacked_parts(memoryview(data))
         return torch.load(
             io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=plain
         )

@@ -11,7 +11,8 @@ import pathlib
 import pickle
 import zipfile
 import zlib
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from math import prod
 from typing import IO, Any, NamedTuple
@@ -36,6 +37,13 @@ VALUE_BYTES_MAX = 64 << 20
 BLOCK_BYTES, BLOCK_BYTES_OF_URL = 4 << 20, 32 << 20
 """A part of a tensor is read in blocks of so many bytes; an object store takes a request for each,
 and its bytes are seen to arrive."""
+READERS_NUM = 4
+"""Threads that read at once, and check and copy what they have read, if the parts in their memory
+are together no larger than BUFFERS_BYTES."""
+BUFFERS_BYTES = 128 << 20
+RUN_BYTES = 128 << 20
+"""What a thread reads of an open file, into the same memory: new memory for each part costs more
+than to read it."""
 _PARTS_BYTES_MAX = 1 << 20
 """What torch.save writes beside a tensor."""
 _NO_FILE = frozenset({errno.EINVAL, errno.EISDIR, errno.ENOENT, errno.ENXIO})
@@ -108,13 +116,75 @@ class Damaged(OSError):
     """The checkpoint or a part of it is missing, or is not what its metadata says."""
 
 
-def check_unpacked(data: bytes) -> None:
-    """Raise ValueError if a file of torch.save is packed, which torch never does: a few bytes could
-    become many."""
-    if data.startswith(b"PK"):
-        with zipfile.ZipFile(io.BytesIO(data)) as file:
-            if sum(part.file_size for part in file.infolist()) > len(data):
-                raise ValueError("it is packed")
+class _View(io.RawIOBase):
+    """Reads bytes where they are; io.BytesIO would copy them."""
+
+    def __init__(self, data: memoryview) -> None:
+        super().__init__()
+        self._data, self._at = data, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, offset + (0, self._at, len(self._data))[whence])
+        return self._at
+
+    def readinto(self, target: Any) -> int:
+        part = self._data[self._at : self._at + len(target)]
+        target[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+
+def unpacked_parts(data: memoryview) -> list[zipfile.ZipInfo]:
+    """The parts of a file of torch.save. Raises ValueError if it is packed, which torch never does:
+    a few bytes could become many."""
+    if bytes(data[:2]) != b"PK":
+        return []
+    with zipfile.ZipFile(_View(data)) as file:
+        found = file.infolist()
+    if sum(part.file_size for part in found) > len(data):
+        raise ValueError("it is packed")
+    return found
+
+
+def _load_plain(data: memoryview) -> Any:
+    view: Any = _View(data)
+    return torch.load(view, map_location="cpu", weights_only=True)
+
+
+def _loaded(data: memoryview) -> Any:
+    """What torch.save has written."""
+    unpacked_parts(data)
+    return _load_plain(data)
+
+
+def _tensor_in(data: memoryview) -> Any:
+    """As `_loaded`; the elements of a tensor stay in `data`."""
+    own = [part for part in unpacked_parts(data) if part.filename.endswith("/data/0")]
+    if len(own) != 1 or not own[0].file_size:
+        return _loaded(data)
+    with torch.serialization.skip_data():
+        found = _load_plain(data)
+    if not isinstance(found, Tensor) or found.untyped_storage().nbytes() != own[0].file_size:
+        raise ValueError("it is no tensor")
+    # Before the data are a header of 30 bytes, which ends with two lengths, a name and some more.
+    header_end = own[0].header_offset + 30
+    name_length, more_length = (
+        int.from_bytes(data[begin : begin + 2], "little")
+        for begin in (header_end - 4, header_end - 2)
+    )
+    flat = torch.frombuffer(
+        data,
+        dtype=found.dtype,
+        count=own[0].file_size // found.dtype.itemsize,
+        offset=header_end + name_length + more_length,
+    )
+    return flat.as_strided(found.shape, found.stride(), found.storage_offset())
 
 
 def _region(chunk: Any, num_dims: int) -> Region:
@@ -134,15 +204,26 @@ def _place(region: Region, info: Any) -> _Place:
     return place
 
 
-def _read(file: IO[bytes], num_bytes: int, block_bytes: int, count: WorkCount) -> bytes:
-    """So many bytes, or what there is of them, in blocks: each is a sign of life."""
-    blocks: list[bytes] = []
-    left = num_bytes
-    while left and (block := file.read(min(left, block_bytes))):
-        blocks.append(block)
-        left -= len(block)
-        count.add(len(block))
-    return blocks[0] if len(blocks) == 1 else b"".join(blocks)
+def _fill(file: Any, target: memoryview, block_bytes: int, count: WorkCount) -> int:
+    """Read into `target` in blocks: each is a sign of life. Returns how many bytes there were."""
+    done = 0
+    while num := file.readinto(target[done : done + block_bytes]):
+        done += num
+        count.add(num)
+    return done
+
+
+def _runs(places: Iterable[_Place]) -> list[list[_Place]]:
+    """The places in the order of files, in parts of one file and about RUN_BYTES."""
+    runs: list[list[_Place]] = []
+    num_bytes = 0
+    for place in sorted(places, key=lambda place: (place.file, place.begin_bytes)):
+        if not runs or runs[-1][0].file != place.file or num_bytes >= RUN_BYTES:
+            runs.append([])
+            num_bytes = 0
+        runs[-1].append(place)
+        num_bytes += place.length_bytes
+    return runs
 
 
 def _bytes_max(kind: str, region: Region) -> int:
@@ -223,7 +304,8 @@ class StoredState:
         """A number, or any other plain value."""
         (place,) = self._chunks[key]
         with self._opened(place.file) as file:
-            return self._load(file, place, VALUE_BYTES_MAX)
+            self._check_length(place, VALUE_BYTES_MAX)
+            return self._load(file, place, bytearray(place.length_bytes), _loaded)
 
     def check(self, want: State, count: WorkCount = UNCOUNTED) -> None:
         """Check that the checkpoint has these shards and that its files are complete. Call
@@ -281,19 +363,29 @@ class StoredState:
             for place in self._chunks[key]:
                 if (part := intersection(place.region, region)) is not None:
                     takers.setdefault(place, []).append((key, part, region, tensor))
-        by_file: dict[str, list[_Place]] = {}
-        for place in takers:
-            by_file.setdefault(place.file, []).append(place)
         total = sum(place.length_bytes for place in takers)
+        most_bytes = max((place.length_bytes for place in takers), default=1)
+
+        def read_run(places: list[_Place]) -> None:
+            with self._opened(places[0].file) as file:
+                for place in places:
+                    kind = self.kinds[takers[place][0][0]]
+                    self._check_length(place, _bytes_max(kind, place.region))
+                buffer = bytearray(max(place.length_bytes for place in places))
+                for place in places:
+                    chunk = self._load(file, place, buffer, _tensor_in, count)
+                    for key, part, region, tensor in takers[place]:
+                        self._check_chunk(key, place, chunk)
+                        cut(tensor, region, part).copy_(cut(chunk, place.region, part))
+
+        num_readers = min(READERS_NUM, max(1, BUFFERS_BYTES // most_bytes))
+        pool = ThreadPoolExecutor(num_readers, "checkpoint")
         with count.of("reads its checkpoint", total, is_storage=True):
-            for name, places in by_file.items():
-                with self._opened(name) as file:
-                    for place in sorted(places, key=lambda place: place.begin_bytes):
-                        kind = self.kinds[takers[place][0][0]]
-                        chunk = self._load(file, place, _bytes_max(kind, place.region), count)
-                        for key, part, region, tensor in takers[place]:
-                            self._check_chunk(key, place, chunk)
-                            cut(tensor, region, part).copy_(cut(chunk, place.region, part))
+            try:
+                for run in [pool.submit(read_run, places) for places in _runs(takers)]:
+                    run.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
 
     def _check_chunk(self, key: str, place: _Place, chunk: Any) -> None:
         dtype = self.kinds[key].partition(" ")[0]
@@ -315,26 +407,33 @@ class StoredState:
         with context as file:
             yield file
 
-    def _load(
-        self, file: IO[bytes], place: _Place, bytes_max: int, count: WorkCount = UNCOUNTED
-    ) -> Any:
+    def _check_length(self, place: _Place, bytes_max: int) -> None:
         if place.length_bytes > bytes_max:
             raise self._damaged(
                 f"a part of its file {place.file} has {place.length_bytes} bytes, at most "
                 f"{bytes_max} hold it"
             )
+
+    def _load(
+        self,
+        file: IO[bytes],
+        place: _Place,
+        buffer: bytearray,
+        unpack: Callable[[memoryview], Any],
+        count: WorkCount = UNCOUNTED,
+    ) -> Any:
+        """What `unpack` makes of a part, which is read into the buffer."""
         if file.seek(0, io.SEEK_END) < place.begin_bytes + place.length_bytes:
             raise self._damaged(f"its file {place.file} is cut")
         file.seek(place.begin_bytes)
-        data = _read(file, place.length_bytes, self._block_bytes, count)
+        data = memoryview(buffer)[: place.length_bytes]
         expected = self._checksums_of(place.file).get(place.begin_bytes)
-        if len(data) < place.length_bytes:
+        if _fill(file, data, self._block_bytes, count) < place.length_bytes:
             raise self._damaged(f"its file {place.file} is cut")
         if expected is not None and zlib.crc32(data) != expected:
             raise self._damaged(f"its file {place.file} was altered: a checksum is wrong")
         try:
-            check_unpacked(data)
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            return unpack(data)
         except UNREADABLE as error:
             why = " ".join(str(error).split())[:200]
             raise self._damaged(f"a part of its file {place.file} cannot be read: {why}") from None
