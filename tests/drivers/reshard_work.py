@@ -319,12 +319,12 @@ def die(number: int, train: Train) -> None:
     walker.go(Layout(Axes(dp=2)))
     right, packed = state_transfer._pack, 0
 
-    def pack(tensors: Sequence[Any], device: torch.device) -> Any:
+    def pack(tensors: Sequence[Any], chunk: Any) -> Any:
         nonlocal packed
         packed += 1
         if packed == 4:
             raise RuntimeError("dies")
-        return right(tensors, device)
+        return right(tensors, chunk)
 
     def give() -> state_exchange.ExchangeResult:
         with walker.up(Axes(dp=2)):
