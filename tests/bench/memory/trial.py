@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -33,6 +32,8 @@ PHASES = ("start", "recovery", "growth", "saving", "copying")
 MODEL = {"num_layers": 16, "hidden": 1024, "num_heads": 16, "sequence": 32}
 """202 million parameters, and few activations: the state and the gradients are nearly all memory.
 """
+STATE_GB = 2.4
+"""The state of that model, in GB (1e9 bytes)."""
 TRAINED = 2
 """Iterations, after the first, whose peak counts as that of training."""
 EVERY = TRAINED + 2
@@ -154,7 +155,6 @@ def _spec(output: Path, axes: Axes, train: dict[str, Any]) -> JobSpec:
 def running(folder: Path, axes: Axes, **train: Any) -> Iterator[Trial]:
     """A trial whose processes end with the context."""
     folder.mkdir(parents=True)
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MMAP_BYTES_MIN)
     nursery = Nursery(folder / "zygote.log")
     try:
         trial = Trial(folder, nursery, axes, **train)
@@ -167,9 +167,14 @@ def running(folder: Path, axes: Axes, **train: Any) -> Iterator[Trial]:
         nursery.close()
 
 
-def start(folder: Path, axes: Axes) -> Measured:
+def model_of(gb: float) -> dict[str, int]:
+    """The model whose state has about so many GB."""
+    return {**MODEL, "num_layers": max(1, round(MODEL["num_layers"] * gb / STATE_GB))}
+
+
+def start(folder: Path, axes: Axes, **train: Any) -> Measured:
     """From the start of the processes to their first iteration."""
-    with running(folder, axes) as trial:
+    with running(folder, axes, **train) as trial:
         trial.launch(trial.ranks, axes)
         begin = trial.form()
         trial.reach(begin)
@@ -178,9 +183,9 @@ def start(folder: Path, axes: Axes) -> Measured:
         return trial.measured(found)
 
 
-def recovery(folder: Path, axes: Axes) -> Measured:
+def recovery(folder: Path, axes: Axes, **train: Any) -> Measured:
     """The last rank is killed in an iteration and started again, until the next iteration."""
-    with running(folder, axes) as trial:
+    with running(folder, axes, **train) as trial:
         trial.launch(trial.ranks, axes)
         trial.train(trial.form() + 1)
         trial.sampler.peaks()
@@ -193,10 +198,10 @@ def recovery(folder: Path, axes: Axes) -> Measured:
         return trial.measured(trial.peaks())
 
 
-def growth(folder: Path, axes: Axes) -> Measured:
+def growth(folder: Path, axes: Axes, **train: Any) -> Measured:
     """Two ranks train; two are added, and the layout changes, until the next iteration."""
     small = LAYOUTS[GROWN_FROM[_name(axes)]]
-    with running(folder, axes) as trial:
+    with running(folder, axes, **train) as trial:
         trial.axes = small
         trial.launch(trial.ranks, small)
         trial.train(trial.form() + 1)
@@ -212,9 +217,9 @@ def growth(folder: Path, axes: Axes) -> Measured:
         return trial.measured(found)
 
 
-def saving(folder: Path, axes: Axes) -> Measured:
+def saving(folder: Path, axes: Axes, **train: Any) -> Measured:
     """A checkpoint is written while the ranks train."""
-    with running(folder, axes, checkpoint_every=EVERY) as trial:
+    with running(folder, axes, checkpoint_every=EVERY, **train) as trial:
         trial.launch(trial.ranks, axes)
         trial.train(trial.form() + 1)
         trial.sampler.peaks()
@@ -222,9 +227,9 @@ def saving(folder: Path, axes: Axes) -> Measured:
         return trial.measured(trial.peaks())
 
 
-def copying(folder: Path, axes: Axes) -> Measured:
+def copying(folder: Path, axes: Axes, **train: Any) -> Measured:
     """In-memory checkpoints are taken while the ranks train."""
-    with running(folder, axes, copy_every=EVERY) as trial:
+    with running(folder, axes, copy_every=EVERY, **train) as trial:
         trial.driver.keepers = [LocalKeeper(node, bytes_max=STORE_BYTES_MAX) for node in ("n2",)]
         trial.launch(trial.ranks, axes)
         trial.train(trial.form() + 1)
@@ -233,7 +238,7 @@ def copying(folder: Path, axes: Axes) -> Measured:
         return trial.measured(trial.peaks())
 
 
-MEASURES: dict[str, Callable[[Path, Axes], Measured]] = {
+MEASURES: dict[str, Callable[..., Measured]] = {
     "start": start,
     "recovery": recovery,
     "growth": growth,
