@@ -47,6 +47,7 @@ def test_the_share_is_the_plain_time_by_ours() -> None:
 def test_flows_go_at_once_between_processes() -> None:
     flows = [Flow(0, 1, 9 << 20), Flow(1, 0, 5 << 20), Flow(2, 0, 100)]
     assert 0.0 < bare.socket_copy_s(flows) < bare.WAIT_S
+    assert 0.0 < bare.socket_copy_s(flows, is_new=True) < bare.WAIT_S
 
 
 def test_files_are_read_from_the_disk_after_they_have_left_the_cache(tmp_path: Path) -> None:

@@ -476,8 +476,10 @@ class StateRecovery:
                 return b""
             self._is_overwritten = True
             folder = checkpoint.folder_of(order.output or self._train.output, path)
+            self._note("read")
             try:
                 version = checkpoint.load(folder, trainee, self._part.history, self._count)
+                self._note("moved")
             except checkpoint.DamagedCheckpoint as error:
                 return b"!" + str(error).encode()
             return str(version).encode()
@@ -534,7 +536,9 @@ class StateRecovery:
             try:
                 if has_place:
                     self._is_overwritten = True
+                    self._note("read")
                     fetched = stores.fetch(version, trainee.shards, held_by(trainee), place)
+                    self._note("moved")
                     assert fetched.numbers is not None, "share 0 has the numbers"
                     training_state.load(trainee, fetched.numbers, self._part.history)
             except (OSError, TransferError, ValueError) as error:

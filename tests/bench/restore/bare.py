@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 MESSAGE_BYTES = 4 << 20
 TARGET_BYTES_MAX = 256 << 20
 """A receiver writes into as much memory, again and again: it was touched before."""
+NEW = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 WAIT_S = 600.0
 DD_BLOCK = "4M"
 CACHED_RATIO_MAX = 0.01
@@ -30,15 +31,16 @@ class Flow(NamedTuple):
     num_bytes: int
 
 
-def socket_copy_s(flows: Sequence[Flow]) -> float:
+def socket_copy_s(flows: Sequence[Flow], *, is_new: bool = False) -> float:
     """Seconds in which all flows have gone at once by loopback TCP, from memory into memory, each
-    process with a thread for each of its flows."""
+    process with a thread for each of its flows. `is_new`: into new memory for all bytes, as that of
+    a checkpoint store is; else into memory that was touched before."""
     forked = multiprocessing.get_context("fork")
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in flows]
     numbers = sorted({number for flow in flows for number in flow[:2]})
     start, end = forked.Barrier(len(numbers) + 1), forked.Barrier(len(numbers) + 1)
     processes = [
-        forked.Process(target=_process, args=(number, flows, listeners, start, end))
+        forked.Process(target=_process, args=(number, flows, listeners, start, end, is_new))
         for number in numbers
     ]
     for process in processes:
@@ -56,12 +58,21 @@ def socket_copy_s(flows: Sequence[Flow]) -> float:
 
 
 def _process(
-    number: int, flows: Sequence[Flow], listeners: Sequence[socket.socket], start: Any, end: Any
+    number: int,
+    flows: Sequence[Flow],
+    listeners: Sequence[socket.socket],
+    start: Any,
+    end: Any,
+    is_new: bool,
 ) -> None:
     threads: list[threading.Thread] = []
     for flow, listener in zip(flows, listeners, strict=True):
         if flow.target == number:
-            target = _touched(min(flow.num_bytes, TARGET_BYTES_MAX))
+            target = (
+                memoryview(mmap.mmap(-1, flow.num_bytes, flags=NEW))
+                if is_new
+                else memoryview(_touched(min(flow.num_bytes, TARGET_BYTES_MAX)))
+            )
             threads.append(
                 threading.Thread(target=_receive, args=(listener, flow.num_bytes, target))
             )
@@ -87,12 +98,12 @@ def _send(address: tuple[str, int], num_bytes: int, data: bytearray) -> None:
             connection.sendall(memoryview(data)[: num_bytes - begin])
 
 
-def _receive(listener: socket.socket, num_bytes: int, target: bytearray) -> None:
+def _receive(listener: socket.socket, num_bytes: int, target: memoryview) -> None:
     connection, _ = listener.accept()
     with connection:
         at, left = 0, num_bytes
         while left:
-            num = connection.recv_into(memoryview(target)[at:], min(len(target) - at, left))
+            num = connection.recv_into(target[at:], min(len(target) - at, left))
             assert num, "the sender has ended"
             at, left = (at + num) % len(target), left - num
 

@@ -141,7 +141,9 @@ def _line(name: str, each: Measured) -> str:
 
 def rows_of(name: str, all_found: Sequence[Measured]) -> list[Row]:
     """The rows of a case."""
-    note = "; ".join(dict.fromkeys(f"{each.how} {each.moved.why}".strip() for each in all_found))
+    note = "; ".join(dict.fromkeys(each.how for each in all_found))
+    why = "; ".join(dict.fromkeys(each.moved.why for each in all_found if each.moved.why))
+    beside = [each.moved.beside_s for each in all_found if each.moved.beside_s is not None]
     return [
         row(
             name,
@@ -160,6 +162,7 @@ def rows_of(name: str, all_found: Sequence[Measured]) -> list[Row]:
             "1",
             note,
         ),
+        *([row(name, SYSTEM, "beside_s", beside, "s", why)] if beside else []),
     ]
 
 

@@ -36,8 +36,10 @@ STORE = 2
 STORE_BYTES_MAX = 64 << 30
 TWO_RANKS = ("copy", "save", "restore", "folder")
 RESHARDS = ("reshard_tp", "reshard_dp")
+BEGINS = ("give", "receive", "read")
+"""The events with which a rank begins to move state; with `moved` it ends."""
 HOW = {
-    "copy": "beside sockets",
+    "copy": "beside sockets, into new memory",
     "save": "beside dd conv=fsync",
     "restore": "beside sockets",
     "folder": "beside dd, each rank all files",
@@ -47,12 +49,13 @@ HOW = {
 
 
 class Moved(NamedTuple):
-    """What all ranks have moved at once, in the seconds of the slowest. `flows`: from process to
-    process. `why`: where the time went."""
+    """What all ranks have moved at once, from the first that begins to the last that ends. `flows`:
+    from process to process. `beside_s`: the rest of the settlement; `why`: what it is."""
 
     num_bytes: int
     took_s: float
     flows: Sequence[Flow]
+    beside_s: float | None = None
     why: str = ""
 
 
@@ -143,7 +146,7 @@ def two_ranks(folder: Path, gb: float, phases: Collection[str]) -> dict[str, Mea
         if "folder" in phases:
             found["folder"] = _restored(trial, 3, "checkpoint", files, checkpoint=path)
     plain = {
-        "copy": partial(_by_sockets, found["copy"]),
+        "copy": partial(_by_sockets, found["copy"], is_new=True),
         "save": partial(bare.dd_write_s, folder / "dd", [found["save"].num_bytes // 2] * 2),
         "restore": partial(_by_sockets, found.get("restore")),
         "folder": partial(bare.dd_read_s, files, 2),
@@ -161,9 +164,9 @@ def reshard(folder: Path, gb: float, phase: str) -> Measured:
     return Measured(moved, _by_sockets(moved), HOW[phase])
 
 
-def _by_sockets(moved: Moved | None) -> float:
+def _by_sockets(moved: Moved | None, *, is_new: bool = False) -> float:
     assert moved is not None
-    return bare.socket_copy_s(moved.flows)
+    return bare.socket_copy_s(moved.flows, is_new=is_new)
 
 
 def _saved(trial: Trial) -> tuple[Moved, Moved, str]:
@@ -211,8 +214,8 @@ def _restored(
 
 
 def _moved(trial: Trial, generation: int, origin: str = "") -> Moved:
-    """What the ranks have received until they have formed this generation, and how long that took
-    after their communicators were built."""
+    """What the ranks have received until they have formed this generation, and how long that
+    took."""
     told: dict[int, r.Reconfigured] = {}
     for rank in trial.ranks:
         told[rank] = one = trial.driver.wait(
@@ -229,23 +232,25 @@ def _moved(trial: Trial, generation: int, origin: str = "") -> Moved:
     ]
     if origin:
         flows = [Flow(STORE, rank, one.received_bytes) for rank, one in told.items()]
+    lines = [
+        [line for line in trial.driver.trace(rank) if line["generation"] == generation]
+        for rank in trial.ranks
+    ]
+    began_s = min(line["t"] for each in lines for line in each if line["event"] in BEGINS)
+    ended_s = max(line["t"] for each in lines for line in each if line["event"] == "moved")
+    took_s = ended_s - began_s
+    built_s = max(map(_built_s, lines))
     return Moved(
         sum(flow.num_bytes for flow in flows),
-        max(one.settle_s for one in told.values()),
+        took_s,
         flows,
-        _building(trial, generation),
+        max(one.settle_s for one in told.values()) - took_s,
+        f"{built_s:.2f} s of it to build the new part" if built_s else "",
     )
 
 
-def _building(trial: Trial, generation: int) -> str:
-    """How long the slowest rank has built a new part of the model in this generation, in words."""
-    longest_s = 0.0
-    for rank in trial.ranks:
-        times: dict[str, float] = {}
-        for line in trial.driver.trace(rank):
-            if line["generation"] == generation:
-                times.setdefault(line["event"], line["t"])
-        if "build" in times:
-            later = [at for at in times.values() if at > times["build"]]
-            longest_s = max(longest_s, min(later, default=times["build"]) - times["build"])
-    return f"of it {longest_s:.1f} s to build the new part" if longest_s else ""
+def _built_s(lines: Sequence[Mapping[str, Any]]) -> float:
+    """How long a rank has built a new part of the model."""
+    times = [line["t"] for line in lines if line["event"] == "build"]
+    later = [line["t"] for line in lines if times and line["t"] > times[0]]
+    return min(later) - times[0] if later else 0.0

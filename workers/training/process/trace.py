@@ -9,7 +9,8 @@ after the backward. `tensor` comes before the last part of a layer, whose result
 ranks add up; `stage` before a stage sends to another or waits for one; `embedding` before the
 gradients of a tied embedding are added up, `mirror` before each reduced shard goes to the rank that
 mirrors it. `gate` is the entry of the step barrier, `passed` its
-exit; `staged` and `commit` are of a part of another layout.
+exit; `staged` and `commit` are of a part of another layout. `read` comes before a stored state is
+read, `moved` after that, and after all that a rank gives and receives.
 """
 
 import os
@@ -29,6 +30,8 @@ Event = Literal[
     "settle",
     "give",
     "receive",
+    "read",
+    "moved",
     "micro_batch",
     "forward",
     "forward_mid",

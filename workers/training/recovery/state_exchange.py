@@ -41,7 +41,7 @@ LARGEST_NUM = 1 << 20
 NO_LIST = bytes(DIGEST_BYTES)
 NUMBERS = "numbers"
 """Stands for the numbers of the state among the keys that are missing."""
-Note = Callable[[Literal["give", "receive"]], None]
+Note = Callable[[Literal["give", "receive", "moved"]], None]
 
 log = structlog.get_logger()
 
@@ -393,7 +393,9 @@ def exchange(
             note("give")
         if side.take:
             note("receive")
-        if planner.were_right(transfer(side.give, side.take, count)):
+        bad = transfer(side.give, side.take, count)
+        note("moved")
+        if planner.were_right(bad):
             break
 
     def activate() -> None:
