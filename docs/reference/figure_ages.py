@@ -106,6 +106,7 @@ FIGURES = {
         ),
     ),
     "memory": Figure("bench-memory", "tests/bench/memory", TRAINING),
+    "memory-1gb": Figure("bench-memory", "tests/bench/memory", TRAINING),
     "overhead": Figure("bench-overhead", "tests/bench/overhead", TRAINING),
     "overhead-bitwise": Figure("bench-overhead", "tests/bench/overhead", TRAINING),
     "overhead-counted": Figure("bench-overhead", "tests/bench/overhead", TRAINING),

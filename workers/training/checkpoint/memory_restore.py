@@ -286,10 +286,10 @@ class _Reading:
     def target(self, piece: Piece) -> memoryview | None:
         """The live memory for a piece that is wanted as a whole, in one place. Raises
         TransferError."""
-        found = list(self._overlaps(piece))
-        if len(found) != 1 or found[0][1] != Region(piece.offset, piece.shape):
+        overlaps = list(self._overlaps(piece))
+        if len(overlaps) != 1 or overlaps[0][1] != Region(piece.offset, piece.shape):
             return None
-        shard, part = found[0]
+        shard, part = overlaps[0]
         live = cut(self._state[shard], shard.region, part)
         if live.device.type != "cpu" or not live.is_contiguous():
             return None

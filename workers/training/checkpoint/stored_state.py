@@ -146,10 +146,10 @@ def unpacked_parts(data: memoryview) -> list[zipfile.ZipInfo]:
     if bytes(data[:2]) != b"PK":
         return []
     with zipfile.ZipFile(_View(data)) as file:
-        found = file.infolist()
-    if sum(part.file_size for part in found) > len(data):
+        all_parts = file.infolist()
+    if sum(part.file_size for part in all_parts) > len(data):
         raise ValueError("it is packed")
-    return found
+    return all_parts
 
 
 def _load_plain(data: memoryview) -> Any:
@@ -169,8 +169,8 @@ def _tensor_in(data: memoryview) -> Any:
     if len(own) != 1 or not own[0].file_size:
         return _loaded(data)
     with torch.serialization.skip_data():
-        found = _load_plain(data)
-    if not isinstance(found, Tensor) or found.untyped_storage().nbytes() != own[0].file_size:
+        tensor = _load_plain(data)
+    if not isinstance(tensor, Tensor) or tensor.untyped_storage().nbytes() != own[0].file_size:
         raise ValueError("it is no tensor")
     # Before the data are a header of 30 bytes, which ends with two lengths, a name and some more.
     header_end = own[0].header_offset + 30
@@ -180,11 +180,11 @@ def _tensor_in(data: memoryview) -> Any:
     )
     flat = torch.frombuffer(
         data,
-        dtype=found.dtype,
-        count=own[0].file_size // found.dtype.itemsize,
+        dtype=tensor.dtype,
+        count=own[0].file_size // tensor.dtype.itemsize,
         offset=header_end + name_length + more_length,
     )
-    return flat.as_strided(found.shape, found.stride(), found.storage_offset())
+    return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _region(chunk: Any, num_dims: int) -> Region:
