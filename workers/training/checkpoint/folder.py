@@ -5,6 +5,7 @@ Most object stores have no rename: at a URL, members write into the folder itsel
 no other attempt uses, and `.metadata` comes last: a folder without it is partial.
 """
 
+import os
 import shutil
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -37,6 +38,12 @@ class Folder:
     def create(self, name: str) -> AbstractContextManager[IO[bytes]]:
         """A new file, which is durable at the end of the context."""
         return self._store.create(name)
+
+    def sync(self, file: IO[bytes]) -> None:
+        """What was written to an unfinished file is on the disk; of no effect at a URL."""
+        if not is_url(self.name):
+            file.flush()
+            os.fdatasync(file.fileno())
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file, completely or not at all."""
