@@ -8,15 +8,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agent_driver import command, train
+from msgspec.structs import replace
 from unicron.events.records.orders import StartRank
 from unicron.events.records.reports import RankWorked
 from unicron.events.records.types import Slot
 from unicron.events.spec.job import JobSpec
 from unicron.workers.agent.monitoring import process_state
+from unicron.workers.agent.monitoring.rank_monitor import RankMonitors
 from unicron.workers.agent.monitoring.work_monitor import WorkMonitor
 from unicron.workers.ipc.group_rows import BYTES as ROWS_BYTES
 from unicron.workers.ipc.progress_page import (
@@ -61,6 +65,7 @@ class Watched:
         patch.setattr(process_state, "moved_bytes", lambda procs: self.moved_bytes)
         patch.setattr(process_state, "used_cpu_s", lambda procs: self.cpu_s)
         self.monitor = WorkMonitor(order(train(0)), TELL_S)
+        self.turns: dict[int, float] = {}
         self.now_s = 1000.0
         self.told: list[RankWorked] = []
 
@@ -71,7 +76,7 @@ class Watched:
             self.now_s += LOOK_S
             self.moved_bytes += int(bytes_per_s * LOOK_S)
             self.cpu_s += cores * LOOK_S
-            body = self.monitor.look(self.now_s, os.getpid(), self.page)
+            body = self.monitor.look(self.now_s, os.getpid(), self.page, self.turns)
             if body is not None:
                 self.told.append(body)
         return self.told[num:]
@@ -105,6 +110,36 @@ def test_a_count_that_grows_is_told_with_its_total(watched: Watched) -> None:
         ("reads its checkpoint", "B", 980, False)
     }
     assert max(body.idle_s for body in told) < 2
+
+
+def test_the_ranks_of_a_node_are_told_of_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many they are, a task has one record of a node in a third of its limit. Starts are
+    told of each: each has a limit of its own."""
+    told: list[Any] = []
+    monitors = RankMonitors(lambda body, _: told.append(body), lambda *_: nullcontext())
+    monkeypatch.setattr(process_state, "moved_bytes", lambda procs: 0)
+    monkeypatch.setattr(process_state, "used_cpu_s", lambda procs: 0.0)
+    counts: list[tuple[ProgressWriter, WorkCount]] = []
+    for rank in range(8):
+        begun = replace(order(train(0)), rank=rank)
+        page = monitors.open(begun)
+        assert page is not None
+        monitors.begin(begun, page, os.getpid())
+        monitors.expect((begun.task, rank, begun.attempt), TELL_S)
+        pulse = ProgressWriter(os.dup(page.fd))
+        pulse.mark("settle", OUTSIDE_CODE)
+        counts.append((pulse, WorkCount(pulse.work)))
+    now_s = 1000.0
+    with ExitStack() as stack:
+        for _, count in counts:
+            stack.enter_context(count.of("reads its checkpoint", 1 << 30))
+        for _ in range(int(20 * TELL_S)):
+            now_s += 1.0
+            for _, count in counts:
+                count.add(1)
+            monitors.look(now_s)
+    assert 17 <= len(told) <= 20
+    assert {body.rank for body in told} == set(range(8))
 
 
 def test_nothing_is_told_of_what_stands(watched: Watched) -> None:
@@ -244,7 +279,7 @@ def test_a_real_process_that_reads_slowly_is_told_of(tmp_path: Path) -> None:
             told: list[RankWorked] = []
             until_s = time.monotonic() + 60
             while len(told) < 3 and time.monotonic() < until_s:
-                body = monitor.look(time.monotonic(), process.pid, page)
+                body = monitor.look(time.monotonic(), process.pid, page, {})
                 told += [body] if body is not None else []
                 time.sleep(0.05)
         finally:

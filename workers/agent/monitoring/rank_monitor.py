@@ -129,6 +129,8 @@ class RankMonitors:
         self._is_on = is_on
         self._watched: dict[Key, RankMonitor] = {}
         self._works: dict[Key, WorkMonitor] = {}
+        self._turns: dict[int, float] = {}
+        """By task: when the work of one of its ranks was last told."""
         self._looked_s: float | None = None
 
     def open(self, order: StartRank) -> ProgressPage | None:
@@ -196,7 +198,10 @@ class RankMonitors:
             with self._guard(key, "page"):
                 for body in watched.look(now_s, before_s or 0.0):
                     self._report(body, None)
-                worked = self._works[key].look(now_s, watched.pid, watched.page)
+        for key, work in sorted(self._works.items(), key=lambda item: item[1].told_s):
+            watched = self._watched[key]
+            with self._guard(key, "page"):
+                worked = work.look(now_s, watched.pid, watched.page, self._turns)
                 if worked is not None:
                     self._report(worked, None)
 

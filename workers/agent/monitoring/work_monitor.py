@@ -2,7 +2,8 @@
 
 A rank is waited for while it starts, joins a generation, recovers its state or saves it before it
 leaves. How long that takes grows with the state, so its limit is a time without progress, and its
-agent tells the control plane of progress a few times within the limit.
+agent tells the control plane of progress a few times within the limit: of one rank in turn, so that
+a thousand ranks are as many records as their nodes.
 """
 
 from ....events.records.orders import StartRank
@@ -42,12 +43,21 @@ class WorkMonitor:
         self._computed_s = 0.0
         """The CPU time that they have used since the last report, by the last look."""
 
+    @property
+    def told_s(self) -> float:
+        """When the rank was last told of: whoever waits longest has the next turn."""
+        return self._told_s
+
     def expect(self, tell_s: float) -> None:
         """An order begins to wait for the rank."""
         self._tell_s, self._began_s = tell_s, -1.0
 
-    def look(self, now_s: float, pid: int, page: ProgressPage) -> RankWorked | None:
-        """The report that is due now. Raises Violation."""
+    def look(
+        self, now_s: float, pid: int, page: ProgressPage, turns: dict[int, float]
+    ) -> RankWorked | None:
+        """The report that is due now. `turns`: by task, when a rank of this node was last told of.
+        Once a rank has started, one of a node is enough: its task waits as long for the others.
+        Raises Violation."""
         mark = page.mark()
         if self._tell_s <= 0 or not self._is_waited_for(mark):
             self._began_s = -1.0
@@ -62,6 +72,10 @@ class WorkMonitor:
         has_moved = self._moved_s > self._told_s
         if now_s < self._told_s + self._tell_s or not (has_moved or self._computes(now_s, mark)):
             return None
+        if mark is not None:
+            if now_s < turns.get(self._order.task, 0.0) + self._tell_s:
+                return None
+            turns[self._order.task] = now_s
         self._told_s, self._computed_s = now_s, 0.0
         return RankWorked(
             task=self._order.task,
