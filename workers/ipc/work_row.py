@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 from .violation import Violation
 
 BYTES = 512
+COMPILES = "compiles"
+"""What a rank does whose torch.compile compiles: that has no usual time, also in an iteration."""
 _PLACE_BYTES = 256
 _ROW = struct.Struct("<Q80s16sQQBQ")
 _NUMBER = struct.Struct("<Q")

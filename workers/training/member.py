@@ -33,6 +33,7 @@ from .model import cpu_device, determinism, training_state
 from .model import trainee as model
 from .model.megatron_engine import MegatronEngine
 from .model.workload import Workload
+from .process import compiling
 from .process.control_thread import Control, Interrupted
 from .process.exit_report import bounded, is_cuda_error
 from .process.flight_recorder import Recorder
@@ -100,6 +101,7 @@ class Member:
         self.trace.note("start", 0, NO_STATE)
         self.pulse = pulse
         counting.count_in(pulse.rows)
+        compiling.tell_in(pulse.work)
         self.recorder = Recorder(start.task, start.rank)
         control.write_dump = self.recorder.start_write
         self.generation, self.joined = 0, False

@@ -48,6 +48,7 @@ from unicron.workers.ipc.progress_page import (
     ProgressPage,
     ProgressWriter,
 )
+from unicron.workers.ipc.work_row import COMPILES
 from unicron.workers.training.process.trace import Event
 
 WRITER = """
@@ -466,6 +467,53 @@ def test_a_first_iteration_that_compiled_may_compile_again(monitored: Monitored)
     assert monitored.bodies == []
     monitored.go(20.0)
     assert [told.is_untimed for told in monitored.take(RankStalled)] == [False]
+
+
+def test_a_rank_that_says_that_it_compiles_has_no_usual_time(monitored: Monitored) -> None:
+    monitored.iterate(10)
+    (pulse,) = monitored.ranks
+    row = pulse.work
+    assert row is not None
+    pulse.begin(1, 50, "usual")
+    pulse.mark("forward", OWN_CODE)
+    row.write(COMPILES, "", 0, 0, is_storage=False)
+    monitored.go(50.0)
+    assert monitored.bodies == []
+    monitored.go(20.0)
+    assert [told.is_untimed for told in monitored.take(RankStalled)] == [True]
+    pulse.mark("backward", OWN_CODE)
+    row.write("", "", 0, 0, is_storage=False)
+    monitored.bodies.clear()
+    monitored.go(10.0)
+    assert [told.is_untimed for told in monitored.take(RankStalled)] == [False]
+
+
+def test_torch_says_when_it_compiles(page: ProgressPage) -> None:
+    """Also for a new shape, and not while what was compiled runs."""
+    import torch
+    from unicron.workers.training.process import compiling
+
+    compiling.tell_in(rank_of(page).work)
+    seen: list[str] = []
+
+    def look() -> str:
+        row = page.work()
+        return row.what if row is not None else ""
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(look())
+
+        def run(*given: Any) -> Any:
+            assert look() == ""
+            return graph.forward(*given)
+
+        return run
+
+    compiled = torch.compile(lambda x: x * 2, backend=backend, dynamic=False)
+    for size in (3, 3, 4):
+        assert compiled(torch.ones(size)).sum() == 2 * size
+        assert look() == ""
+    assert seen == [COMPILES, COMPILES]
 
 
 def test_a_shorter_limit_of_the_policy_is_the_lenient_one(

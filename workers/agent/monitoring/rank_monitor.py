@@ -25,10 +25,12 @@ from ...ipc.progress_page import (
     COLLECTIVE_CODE,
     EVALUATE,
     OUTSIDE_CODE,
+    OWN_CODE,
     FinishedIteration,
     Mark,
     ProgressPage,
 )
+from ...ipc.work_row import COMPILES
 from ..processes.rank_guard import Guard, Key
 from . import process_state
 from .process_state import DataFlow, silent_peers
@@ -283,9 +285,18 @@ class RankMonitor:
             self._limits.passed(mark)
             reports += self._check_unstalled(mark, moved_s)
         reports += self._check_done(now_s, mark)
-        if (limit := self._limits.of(mark, self._monitor, self._num_done)) is not None:
+        limit = self._limits.of(mark, self._monitor, self._num_done)
+        if limit is not None and self._compiles(mark):
+            untimed = self._limits.untimed(limit.normal_s)
+            limit = max(limit, untimed, key=lambda longer: longer.s)
+        if limit is not None:
             reports += self._check_mark(now_s, mark, limit)
         return reports
+
+    def _compiles(self, mark: Mark) -> bool:
+        """Whether it compiles in its own work, as it says itself."""
+        row = self.page.work() if mark.phase == OWN_CODE else None
+        return row is not None and row.what == COMPILES
 
     def _check_unstalled(self, mark: Mark, moved_s: float) -> list[Body]:
         """`moved_s`: when the rank made progress."""

@@ -7,7 +7,7 @@ Every part is in all the versions of known_versions.py, if its function does not
 import datetime
 import socket
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -229,6 +229,20 @@ def is_compiled(module: Any) -> bool:
         isinstance(module, import_module(_COMPILER).OptimizedModule)
         or getattr(module, "_compiled_call_impl", None) is not None
     )
+
+
+@reaches(
+    "torch._dynamo.callback",
+    "callback_handler",
+    "CompilationCallbackHandler.register_start_callback",
+    "CompilationCallbackHandler.register_end_callback",
+)
+def on_compiling(begins: Callable[[], None], ends: Callable[[], None]) -> None:
+    """Call these when torch.compile begins and has ended to compile, forward or backward, in the
+    thread that does it. `torch._dynamo.reset` forgets them."""
+    handler = import_module("torch._dynamo.callback").callback_handler
+    handler.register_start_callback(lambda args: begins())
+    handler.register_end_callback(lambda args: ends())
 
 
 # --- The data loader ---
