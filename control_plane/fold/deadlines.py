@@ -30,7 +30,7 @@ from .node_health import node_deadline_reached
 from .pauses import RESTART
 from .probes import probe_due
 from .ranks import decline_recovery, is_recovery_unproven
-from .work import IDLE, why_late
+from .work import IDLE, acted, why_late
 
 UNREACHABLE = "its node was unreachable"
 """Why a limit has acted on members that nobody hears."""
@@ -68,7 +68,8 @@ def _late_rank(state: ClusterState, record: Record, task: Task, rest: list[int])
 def _late_exit(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
     rank = find_rank(task, rest[0], rest[1])
     if rank is not None:
-        rank.timeout_reason = rank.timeout_reason or "did not end in time"
+        limit = limits.of(state.policy, "stop_s_max")
+        rank.timeout_reason = rank.timeout_reason or f"did not end in time{acted(state, limit)}"
 
 
 def _late_stopped(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
@@ -84,7 +85,8 @@ def _late_stopped(state: ClusterState, record: Record, task: Task, rest: list[in
             record,
             [rank],
             TASK_HANG,
-            f"rank {rank.rank} on {node.name} {STOPPED}",
+            f"rank {rank.rank} on {node.name} {STOPPED}"
+            + acted(state, limits.of(state.policy, "stopped_s_max")),
             evidence=(rank.suspended_seq,),
             since_s=rank.suspended_s,
             own=False,
@@ -160,9 +162,11 @@ def _late_evidence(state: ClusterState, record: Record, task: Task, rest: list[i
 
 
 def _late_finish(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:
+    limit = limits.of(state.policy, "boundary_s_max")
     for rank in task.living_members():
         if not rank.stopping:
-            rank.timeout_reason = "did not end after the task was done"
+            why = why_late(state, limit, [rank])
+            rank.timeout_reason = f"did not end after the task was done{why}"
 
 
 def _pause_over(state: ClusterState, record: Record, task: Task, rest: list[int]) -> None:

@@ -3,12 +3,14 @@
 from ...events.records import reports as r
 from ...events.records.envelope import Record
 from ...events.records.statuses import NCCL_TIMEOUT, TASK_HANG
-from ..incidents.hangs import STALLED, WAITED_FOR, WORKS_ON, locate_hang
+from ..incidents.hangs import STALLED, WAITED_FOR, WORKS_ON, limit_of, locate_hang
 from ..state.cluster import ClusterState
 from ..state.incident import NUM_STACKS_MAX, STACK_CHARS_MAX, KeptStacks
+from ..state.limits import Limit
 from ..state.members import current_member
 from ..state.task import Rank, SlowIteration, Stall, Task
 from . import edits
+from .work import acted
 
 # --- commands that log no progress ---
 # Slow storage, a long evaluation and a hang look the same, and there is no second source. So the
@@ -87,7 +89,8 @@ def command_hang_timed_out(
         record,
         [rank],
         TASK_HANG,
-        f"{_why(rank, stall)}, {record.at_s - stall.since_s:.3g} s ago",
+        f"{_why(rank, stall)}, {record.at_s - stall.since_s:.3g} s ago"
+        + acted(state, Limit("hang_after_s", after_s)),
         evidence=(stall.seq,),
         since_s=stall.since_s,
         own=False,
@@ -250,7 +253,7 @@ def hang_timed_out(state: ClusterState, record: Record, task: Task, rest: list[i
         record,
         ranks,
         NCCL_TIMEOUT if hang.kind == "network" else TASK_HANG,
-        hang.why,
+        hang.why + acted(state, limit_of(state, task, hang)),
         evidence=hang.evidence,
         since_s=hang.since_s,
     )

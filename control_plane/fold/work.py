@@ -51,6 +51,13 @@ def waited_for(state: ClusterState, task: Task, rank: Rank) -> tuple[str, Limit]
     return None
 
 
+def acted(state: ClusterState, limit: Limit) -> str:
+    """The limit that has acted; "": the decider of that time did not say it."""
+    if 0 < state.heart < NAMED_SINCE_HEART:
+        return ""
+    return f" ({limit.field}: {limit.s:g} s)"
+
+
 def why_late(state: ClusterState, limit: Limit, ranks: list[Rank], what: str = IDLE) -> str:
     """The limit that has acted on these ranks because of `what`, and which of them moved last; "":
     the decider of that time did not say it."""

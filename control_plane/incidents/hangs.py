@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ..state.cluster import ClusterState
+from ..state.limits import Limit
 from ..state.task import Rank, SlowIteration, Stall, Task
 from .group_evidence import Located, has_groups, locate_stalls
 
@@ -161,6 +162,24 @@ def _limits_s(state: ClusterState, stalls: Mapping[int, Stall]) -> dict[int, flo
         else max(STANDS_TIMES * stall.normal_s, state.policy.hang_s_min)
         for number, stall in stalls.items()
     }
+
+
+def limit_of(state: ClusterState, task: Task, hang: Hang) -> Limit:
+    """The limit that a hang has passed. Of several ranks that of the one that may last longest."""
+    known = [*task.stalls.values(), *task.slow_iterations.values()]
+    if hang.kind == "unknown":
+        return Limit("of ranks in their own work", UNKNOWN_S_MIN)
+    if any(task.stalls[number].is_untimed for number in hang.ranks if number in task.stalls):
+        return Limit("first_iteration_s_max", state.policy.first_iteration_s_max)
+    times = CRAWLS_TIMES if hang.kind == "slow" else STANDS_TIMES
+    longer = NETWORK_TIMES if hang.kind == "network" else 1.0
+    usual_s, least_s = (
+        max((stall.normal_s for stall in known), default=0.0),
+        state.policy.hang_s_min,
+    )
+    if times * usual_s > least_s:
+        return Limit(f"{longer * times:g} usual iterations", longer * times * usual_s)
+    return Limit("hang_s_min" if longer == 1 else f"{longer:g} hang_s_min", longer * least_s)
 
 
 def _due_s(

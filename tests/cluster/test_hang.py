@@ -67,7 +67,7 @@ def test_a_hung_rank_is_ended_and_the_others_finish_the_iteration(
     opened = opened_record.body
     assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (victim,))
     assert opened.why.startswith(f"rank {victim} on {opened.node} is stalled"), opened
-    assert opened.why.endswith("3 others wait"), opened
+    assert "3 others wait (" in opened.why, opened
     waits = {
         record.body.rank: record.seq
         for record in cluster.told(after, "RankStalled", task=task, where="collective")

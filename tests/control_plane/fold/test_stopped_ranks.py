@@ -12,7 +12,7 @@ from unicron.events.records.envelope import Record
 from unicron.events.spec import policy
 
 VICTIM = 2
-WHY = "rank 2 on n2 is stopped (SIGSTOP)"
+WHY = "rank 2 on n2 is stopped (SIGSTOP) (stopped_s_max: 2 s)"
 
 
 def suspended(d: Driver, task: int, rank: int = VICTIM) -> list[Record]:

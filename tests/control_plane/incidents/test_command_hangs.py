@@ -72,7 +72,7 @@ def test_with_hang_after_s_the_command_restarts(d: Driver, task: int) -> None:
     assert (opened.severity, opened.status, opened.ranks) == ("SEV2", "task hang", (TELLER,))
     assert opened.why == (
         "rank 3 on n2 has printed no line of progress since iteration 30 and "
-        "sleeps in futex, an iteration took 1 s, 600 s ago"
+        "sleeps in futex, an iteration took 1 s, 600 s ago (hang_after_s: 600 s)"
     )
     assert opened.evidence == (stall.seq, late[0].seq)
     stops = {x.body.rank: x.body.grace_s for x in only(o.StopRank, late)}
