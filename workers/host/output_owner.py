@@ -6,6 +6,7 @@ admits no two live tasks with the same path: a task that names the folder as its
 an owner that has ended, and takes the folder over.
 """
 
+import errno
 import os
 import secrets
 import time
@@ -69,6 +70,29 @@ def local_folder(output: str) -> Path | None:
     if url is None:
         return Path(output)
     return Path(url[2]) if url[1] in ("file", "local") else None
+
+
+class Away(OSError):
+    """The file system of the folder is away: another one is in its place."""
+
+
+def device_of(folder: Path) -> int:
+    """The file system of a folder, or of the nearest one above it that there is. Raises OSError."""
+    while True:
+        try:
+            return folder.stat().st_dev
+        except FileNotFoundError:
+            if folder == folder.parent:
+                raise
+            folder = folder.parent
+
+
+def check_mounted(folder: Path, device: int) -> None:
+    """Raise Away if the task's mark in its folder is gone, and the folder is on another file system
+    than `device`, where it was. One that is mounted anew may have another number; a folder that was
+    removed is made again."""
+    if device_of(folder) != device and read(folder) is None:
+        raise Away(errno.ENODEV, "its file system is not mounted any more", str(folder))
 
 
 def claim(folder: Path, task: Owner, *, takes_over: bool = True) -> None:

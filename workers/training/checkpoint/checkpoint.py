@@ -39,6 +39,8 @@ FROM_ANOTHER = (
     "names, else at iteration 0"
 )
 
+AWAY, LATEST = "is its storage mounted?", "latest"
+
 
 class DamagedCheckpoint(UsageError):
     """The checkpoint is missing or not whole."""
@@ -169,10 +171,18 @@ def load(
         stored.check(want, count)
         stored.read(want, count)
     except Damaged as error:
+        if _is_away(folder):
+            raise RuntimeError(f"{folder}: nothing of the task is there: {AWAY}") from None
         raise DamagedCheckpoint(f"{folder}: {error}", FROM_ANOTHER) from None
     except OSError as error:
         raise RuntimeError(f"{folder}: {object_storage.reason(error)}") from None
     return training_state.load(trainee, numbers, history)
+
+
+def _is_away(folder: str) -> bool:
+    """Whether nothing is left of an output whose checkpoint this was: its mount may be away."""
+    path = Path(folder)
+    return not (is_url(folder) or path.parent.exists() or os.path.lexists(path.parents[1] / LATEST))
 
 
 def _numbers(folder: str, plain: object) -> training_state.Numbers:

@@ -7,6 +7,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import structlog
@@ -83,6 +84,11 @@ class OwnFormat:
         self.every = every
         self._output, self._task, self._tell = task.output, task, tell
         self._cleared = 0
+        self._device = -1
+        """The file system of the output; below 0: not known."""
+        if (local := output_owner.local_folder(self._output)) is not None:
+            with suppress(OSError):
+                self._device = output_owner.device_of(local)
 
     def folder(self, generation: int, step_version: int) -> str:
         return folder_of(self._output, relative_path(generation, step_version))
@@ -102,7 +108,10 @@ class OwnFormat:
     def clear(self, generation: int, name: str) -> None:
         local = output_owner.local_folder(self._output)
         if local is not None:
+            if self._device >= 0:
+                output_owner.check_mounted(local, self._device)
             output_owner.claim(local, self._task, takes_over=False)
+            self._device = output_owner.device_of(local)
         if generation != self._cleared:
             folder.clear(self._output, generation)
         self._cleared = generation
@@ -442,8 +451,13 @@ class Saver:
             others = self._others
             moved_s = max(moved_s, others.wrote_s)
             done_s = max(others.done_s, moved_s if moved_s > begin_s else 0.0)
-            if now_s - moved_s > SHARES_S_MAX or (others.done_s and now_s - done_s > INDEX_S_MAX):
-                raise NotSaved(target.name, f"the member at {place} did not write its share")
+            is_late = others.done_s > 0 and now_s - done_s > INDEX_S_MAX
+            if is_late or now_s - moved_s > SHARES_S_MAX:
+                limit_s = INDEX_S_MAX if is_late else SHARES_S_MAX
+                raise NotSaved(
+                    target.name,
+                    f"the member at {place} did not write its share: no progress for {limit_s:g} s",
+                )
             time.sleep(POLL_S)
 
     def _succeeded(self, save: Save, name: str, *, is_first: bool) -> None:
