@@ -1,5 +1,5 @@
-"""Recoveries that read, receive and send their state for far longer than any limit; storage that
-stands still. Each limit of the policy is a tenth of its default."""
+"""Starts, recoveries and saves that read, receive, send and write for far longer than any limit;
+storage that stands still. Each limit of the policy is a tenth of its default or less."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import megatron_trial
 import pytest
 import slow_storage
 from real_cluster import RealCluster, running
@@ -26,9 +27,20 @@ LIMITS = (
 )
 TENTH = {name: getattr(Policy(), name) / 10 for name in LIMITS}
 RECONFIGURE_S = TENTH["reconfigure_s_max"]
+SHORT = {**TENTH, **dict.fromkeys(("start_s_max", "boundary_s_max", "storage_s_max"), 3.0)}
+"""Ten times a tenth of these takes many minutes."""
+SHORT_S = 3.0
+assert {SHORT[name] for name in ("start_s_max", "boundary_s_max")} == {SHORT_S}
 TIMES = 10
 """A recovery lasts so many times as long as its limit."""
 EVERY = 5
+LARGE = megatron_trial.Case(2, {}, model=["--hidden-size", "256"])
+BYTES_A_PARAMETER = 12
+"""In fp32: the parameter and two moments."""
+PREPARES = """import os, time
+if os.environ["RANK"] == "0":
+    time.sleep({seconds})
+"""
 
 
 @pytest.fixture(scope="module")
@@ -41,23 +53,39 @@ def slowed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
 
 @pytest.fixture
 def cluster(slowed: RealCluster) -> Iterator[RealCluster]:
-    slow_storage.set_rates(slowed.path / "trace")
-    yield slowed
-    slow_storage.set_rates(slowed.path / "trace")
-    slowed.restore()
+    yield from as_it_was(slowed)
+
+
+@pytest.fixture(scope="module")
+def hastened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
+    policy = {**SHORT, "evidence_s_max": 4.0, "restart_pause_s_max": 0.0}
+    with running(tmp_path_factory.mktemp("hastened"), policy=policy) as made:
+        slow_storage.install(made.path / "trace")
+        yield made
+
+
+@pytest.fixture
+def hasty(hastened: RealCluster) -> Iterator[RealCluster]:
+    """With shorter limits."""
+    yield from as_it_was(hastened)
+
+
+def as_it_was(cluster: RealCluster) -> Iterator[RealCluster]:
+    set_rates(cluster)
+    yield cluster
+    set_rates(cluster)
+    cluster.restore()
 
 
 def job(name: str, folder: Path, **changes: Any) -> dict[str, Any]:
     """A state of some 40 MB."""
-    return small(
-        name,
-        folder,
-        slots=(2, 2),
-        iterations=100_000,
-        model={"num_layers": 3, "hidden": 256, "num_heads": 4, "sequence": 32},
-        batch={"global": 4, "micro": 1},
-        **changes,
-    )
+    given: dict[str, Any] = {
+        "slots": (2, 2),
+        "iterations": 100_000,
+        "model": {"num_layers": 3, "hidden": 256, "num_heads": 4, "sequence": 32},
+        "batch": {"global": 4, "micro": 1},
+    }
+    return small(name, folder, **(given | changes))
 
 
 def state_bytes(cluster: RealCluster, task: int) -> int:
@@ -149,6 +177,130 @@ def test_a_state_that_is_sent_for_ten_times_the_limit(cluster: RealCluster, tmp_
     assert time.monotonic() - began_s > TIMES * RECONFIGURE_S
     assert not cluster.told(after, "ReconfigureFailed"), cluster.tail(after)
     cluster.cancel(task)
+
+
+def test_another_layout_that_takes_ten_times_the_limit(
+    cluster: RealCluster, tmp_path: Path
+) -> None:
+    """PP 2 x DP 2 goes on as PP 3 without a rank: one member receives two layers, one another."""
+    model = {"num_layers": 6, "hidden": 256, "num_heads": 4, "sequence": 32}
+    parallel, batch = {"pipeline": [2, 3]}, {"global": 16, "micro": 2}
+    changes = {"model": model, "parallel": parallel, "batch": batch}
+    task = cluster.submit(job("layout", tmp_path, slots=(1, 4), copy_every=0, **changes))
+    cluster.wait_whole(task, 4)
+    after = cluster.seq()
+    layer_bytes = 12 * model["hidden"] ** 2 * BYTES_A_PARAMETER
+    set_rates(cluster, peer=layer_bytes / (1.2 * TIMES * RECONFIGURE_S))
+    os.kill(cluster.pids(task)[3], signal.SIGKILL)
+    order: Any = cluster.wait_told(after, "Reconfigure", task=task).body
+    began_s = time.monotonic()
+    assert order.axes.pp == 3
+    print(watch_status(cluster, task, "its state, "))
+    cluster.wait_told(after, "Resume", task=task)
+    assert time.monotonic() - began_s > TIMES * RECONFIGURE_S
+    set_rates(cluster)
+    cluster.wait_whole(task, 4)
+    assert not cluster.told(after, "ReconfigureFailed"), cluster.tail(after)
+    assert len(cluster.told(after, "Reconfigure", task=task)) == 2, cluster.tail(after)
+    cluster.cancel(task)
+
+
+def test_a_task_that_saves_and_one_that_starts_for_ten_times_their_limits(
+    hasty: RealCluster, tmp_path: Path
+) -> None:
+    """A task that is preempted saves slowly; then the other one reads its data slowly."""
+    task = hasty.submit(job("saved", tmp_path, checkpoint_every=1000, copy_every=0))
+    hasty.wait_steps(task, 3)
+    data = tmp_path / "data"
+    data.write_bytes(bytes(range(256)) * (16 << 12))
+    set_rates(
+        hasty,
+        write=state_bytes(hasty, task) / 2 / (1.2 * TIMES * SHORT_S),  # each member writes a half
+        data=data.stat().st_size / (1.2 * TIMES * SHORT_S),
+    )
+    after, began_s = hasty.seq(), time.monotonic()
+    urgent = hasty.submit(
+        job(
+            "urgent",
+            tmp_path,
+            slots=(4, 4),
+            weight=100.0,
+            iterations=3,
+            copy_every=0,
+            data=[str(data)],
+        )
+    )
+    print(watch_status(hasty, task, "saves its state, "))
+    order: Any = hasty.wait_told(after, "Quiesce", task=task).body
+    assert order.save
+    saved: Any = hasty.wait_told(after, "CheckpointPublished", task=task).body
+    hasty.wait_told(after, "TaskWaiting", task=task)
+    assert time.monotonic() - began_s > TIMES * SHORT_S
+    set_rates(hasty, data=data.stat().st_size / (1.2 * TIMES * SHORT_S))
+    began_s = time.monotonic()
+    assert hasty.wait_ended(urgent)["state"] == "finished", hasty.tail(after)
+    assert time.monotonic() - began_s > TIMES * SHORT_S
+    starts = hasty.told(after, "RankStarted", task=urgent)
+    assert [x.body.attempt for x in starts] == [1] * 4, hasty.tail(after)  # type: ignore[attr-defined]
+    hasty.wait_steps(task, 1)
+    came: Any = hasty.told(after, "Reconfigured", task=task)[0].body
+    assert f"iter-{came.step_version}" in saved.path
+    assert not hasty.told(after, "IncidentOpened"), hasty.tail(after)
+    hasty.cancel(task)
+
+
+def test_a_save_that_stands_still_is_named_and_holds_no_slots(
+    hasty: RealCluster, tmp_path: Path
+) -> None:
+    """The storage of a task that is preempted takes a part of its state, and no more."""
+    task = hasty.submit(job("stands", tmp_path, checkpoint_every=1000, copy_every=0))
+    hasty.wait_steps(task, 3)
+    set_rates(hasty, write=state_bytes(hasty, task) / 2 / (10 * SHORT_S))
+    after = hasty.seq()
+    changes: dict[str, Any] = {"slots": (4, 4), "weight": 100.0, "iterations": 3}
+    urgent = hasty.submit(job("next", tmp_path, copy_every=0, **changes))
+    watch_status(hasty, task, "saves its state, ")
+    set_rates(hasty, write=0.0)
+    opened: Any = hasty.wait_told(after, "IncidentOpened", task=task).body
+    print(opened.why)
+    assert f"_s_max: nothing moved for {SHORT_S:g} s; rank " in opened.why
+    assert " saves its state, " in opened.why
+    assert " of 29.3 MB, moved " in opened.why
+    assert hasty.wait_ended(urgent)["state"] == "finished", hasty.tail(after)
+    set_rates(hasty)
+    hasty.wait_whole(task, 2)
+    hasty.cancel(task)
+
+
+@pytest.mark.thorough
+def test_a_script_that_builds_an_index_and_loads_for_ten_times_the_limits(
+    hasty: RealCluster, tmp_path: Path
+) -> None:
+    """A job of Megatron-LM: rank 0 prepares slowly before it adopts, `--load` reads slowly."""
+    clone = megatron_trial.stand_in(tmp_path / "megatron-lm")
+    words = ("--save", str(tmp_path / "saved"), "--save-interval", "8", "--exit-interval", "8")
+    first = hasty.submit(megatron_trial.job(clone, LARGE, tmp_path / "first", *words, iterations=8))
+    assert hasty.wait_ended(first)["state"] == "finished", hasty.endings(first)
+    script = clone / "pretrain_gpt.py"
+    script.write_text(PREPARES.format(seconds=1.2 * TIMES * SHORT_S) + script.read_text())
+    num_bytes = sum(file.stat().st_size for file in (tmp_path / "saved").rglob("*.distcp"))
+    set_rates(hasty, read=num_bytes / (1.2 * TIMES * RECONFIGURE_S))
+    after, began_s = hasty.seq(), time.monotonic()
+    words = ("--load", str(tmp_path / "saved"))
+    task = hasty.submit(
+        megatron_trial.job(clone, LARGE, tmp_path / "second", *words, iterations=12)
+    )
+    hasty.wait_told(after, "Reconfigure", task=task)
+    assert time.monotonic() - began_s > TIMES * SHORT_S
+    began_s = time.monotonic()
+    print(watch_status(hasty, task, "reads its checkpoint, "))
+    hasty.wait_told(after, "Resume", task=task)
+    assert time.monotonic() - began_s > TIMES * RECONFIGURE_S
+    assert hasty.wait_ended(task)["state"] == "finished", hasty.endings(task)
+    starts = hasty.told(after, "RankStarted", task=task)
+    assert [x.body.attempt for x in starts] == [1, 1], hasty.tail(after)  # type: ignore[attr-defined]
+    assert min(hasty.losses(task)) > 0
+    assert not hasty.told(after, "IncidentOpened"), hasty.tail(after)
 
 
 def test_a_storage_that_stands_still_is_named_with_the_bytes(

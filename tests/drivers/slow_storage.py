@@ -1,8 +1,9 @@
-"""Slows what ranks read, receive and send: appended to the trace.py of a cluster (rank_trace.py).
+"""Slows what ranks read, write, receive and send: appended to the trace.py of a cluster
+(rank_trace.py).
 
-Nothing is simulated: a file is read, and a socket, in small parts with a pause after each, as from
-a storage that gives so many bytes a second. The file `storage.json` beside trace.py says how many,
-for each way; a way that it does not name is as fast as it is. A rate of 0 stands still.
+Nothing is simulated: a file or a socket is read or written in small parts with a pause after each,
+as with a storage that takes so many bytes a second. The file `storage.json` beside trace.py says
+how many, for each way; a way that it does not name is as fast as it is. A rate of 0 stands still.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import io
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,7 +38,8 @@ def install(folder: Path) -> None:
 
 
 def set_rates(folder: Path, **bytes_per_s: float) -> None:
-    """`read`: of files of a checkpoint; `copy`: of checkpoint stores; `peer`: to other members."""
+    """`read`: of files of a checkpoint; `write`: the same; `data`: of training data; `copy`: of
+    checkpoint stores; `peer`: to other members."""
     new = folder / f".{RATES}"
     new.write_text(json.dumps(bytes_per_s))
     new.replace(folder / RATES)
@@ -64,9 +68,9 @@ class _Slow:
 
 
 class _SlowFile(io.RawIOBase):
-    def __init__(self, file: IO[bytes], slow: _Slow) -> None:
+    def __init__(self, file: IO[bytes], slow: _Slow, way: str = "read") -> None:
         super().__init__()
-        self._file, self._slow = file, slow
+        self._file, self._slow, self._way = file, slow, way
 
     def readable(self) -> bool:
         return True
@@ -87,25 +91,56 @@ class _SlowFile(io.RawIOBase):
         parts: list[bytes] = []
         left = size
         while left and (part := self._file.read(min(left, PART_BYTES) if left > 0 else PART_BYTES)):
-            self._slow.wait("read", len(part))
+            self._slow.wait(self._way, len(part))
             parts.append(part)
             left -= len(part) if left > 0 else 0
         return b"".join(parts)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def flush(self) -> None:
+        if not self._file.closed:
+            self._file.flush()
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for begin in range(0, len(view), PART_BYTES):
+            part = view[begin : begin + PART_BYTES]
+            if len(view) >= SMALL_BYTES:
+                self._slow.wait("write", len(part))
+            self._file.write(part)
+        return len(view)
 
 
 def slow(rates: Path) -> None:
     """Slow this process."""
     from unicron.events import object_storage
     from unicron.workers.checkpoint_store import protocol
+    from unicron.workers.training.model import text_data
     from unicron.workers.training.recovery import state_transfer
 
     made = _Slow(rates)
     opened = object_storage.PathStore.opened
+    create = object_storage.PathStore.create
+    open_data = text_data.open_regular
     read_exactly = protocol.read_exactly
     seal = state_transfer._seal
 
     def open_slowly(self: Any, name: str) -> Any:
         return _SlowFile(opened(self, name), made)
+
+    @contextmanager
+    def create_slowly(self: Any, name: str) -> Iterator[Any]:
+        with create(self, name) as file:
+            yield _SlowFile(file, made)
+            file.flush()
+
+    def open_data_slowly(path: Path, *rest: Any) -> Any:
+        return _SlowFile(open_data(path, *rest), made, "data")
 
     def read_slowly(connection: Any, target: memoryview, *rest: Any) -> None:
         for begin in range(0, max(len(target), 1), PART_BYTES):
@@ -119,6 +154,8 @@ def slow(rates: Path) -> None:
         return seal(chunk)
 
     object_storage.PathStore.opened = open_slowly  # type: ignore[method-assign]
+    object_storage.PathStore.create = create_slowly  # type: ignore[method-assign]
+    text_data.open_regular = open_data_slowly  # type: ignore[attr-defined]
     protocol.read_exactly = read_slowly  # type: ignore[assignment]
     state_transfer._seal = seal_slowly
     state_transfer.CHUNK_BYTES = MESSAGE_BYTES

@@ -91,5 +91,6 @@ def parse_args(extra_args_provider=None, ignore_unknown_args=False):
     if extra_args_provider is not None:
         parser = extra_args_provider(parser)
     args = parser.parse_args()
+    args.add_position_embedding = True
     args.rank, args.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return args
