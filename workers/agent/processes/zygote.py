@@ -134,7 +134,7 @@ class Zygote:
         try:
             data = await asyncio.wait_for(loop.sock_recv(connection, REQUEST_BYTES_MAX), LOAD_S_MAX)
         except (OSError, TimeoutError) as error:
-            data, why = b"", str(error)
+            data, why = b"", str(error) or f"it has not loaded within {LOAD_S_MAX:g} s"
         else:
             why = "it exited"
         if data:
