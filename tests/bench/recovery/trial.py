@@ -154,15 +154,18 @@ def _gap(system: System, twin: Reference, first: int) -> float | None:
     return eyes.differs(losses, twin.losses, first, AFTER_NUM)
 
 
-def reported_losses(system: System, wanted: range, limit_s: float) -> dict[int, float]:
-    """All losses that are reported, as soon as those of the `wanted` iterations are; after
-    `limit_s`, or when the system has ended, without them."""
-    deadline_s = time.monotonic() + limit_s
+def reported_losses(system: System, wanted: range, still_s: float) -> dict[int, float]:
+    """All losses that are reported, as soon as those of the `wanted` iterations are; without them
+    if no new one comes for `still_s`, or when the system has ended."""
+    num, last_s = 0, time.monotonic()
     while True:
         ended = system.tend()
         system.watch.look()
         losses = system.losses()
-        if ended or time.monotonic() > deadline_s or all(index in losses for index in wanted):
+        if len(losses) > num:
+            num, last_s = len(losses), time.monotonic()
+        is_still = time.monotonic() > last_s + still_s
+        if ended or is_still or all(index in losses for index in wanted):
             return losses
         time.sleep(LOSSES_EVERY_S)
 
