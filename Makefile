@@ -169,9 +169,11 @@ bench-paper: setup types ## the paper's evaluation, simulated (N=5 seeds REPORT=
 	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.paper.main -n $(N) $(REPORT:%=--report %)
 
 DIR ?=
-megatron-lm: setup types ## Megatron-LM's own script under agents, a rank killed (DIR=its clone N=1)
+MANDATORY ?=
+megatron-lm: setup types ## Megatron-LM's own script under agents, a rank killed (DIR=its clone N=1 MANDATORY=1: the usual job alone)
 	@test -n "$(DIR)" || { echo "megatron-lm    name a clone of Megatron-LM: DIR=/path/to/it"; exit 2; }
-	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.megatron.main $(if $(filter-out file,$(origin N)),-n $(N)) $(DIR)
+	@PYTHONPATH=tests:tests/drivers $(BIN)/python -P -m bench.megatron.main $(if $(filter-out file,$(origin N)),-n $(N)) \
+		$(if $(MANDATORY),--mandatory) $(DIR)
 
 # No .venv: it checks the environment of the GPUs, into which `pip install -e '.[gpu]'` was done.
 CHECKS ?=

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,8 @@ LOADED, SAVED, LONG = 4, 32, 34
 """Of a round trip: the iterations after which the agents' job loads and saves, and all of them."""
 MOMENTS = ("forward", "backward", "stats", "gate", "norm", "step", "stepped")
 NUM_FAULTS, SLOW_S = 3, 8.0
-STOCK_S_MAX = 600.0
+STOCK_CPU_S_MAX, STOCK_STILL_S_MAX = 600.0, 120.0
+"""Of a rank in Megatron-LM's own loop: the CPU time in all, and how long it may take none."""
 STANDIN = Path(__file__).parents[1] / "megatron_standin"
 INSTALLED_AS = {"exports.py": "__init__.py", "batches.py": "utils.py"}
 STOCK = Path(__file__).parent / "stock_megatron.py"
@@ -248,15 +250,40 @@ def stock(
         )
         for rank in range(tp * pp)
     ]
-    try:
-        texts = [rank.communicate(timeout=STOCK_S_MAX)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    texts = _texts(ranks)
     for rank, text in zip(ranks, texts, strict=True):
         if rank.returncode:
             raise subprocess.CalledProcessError(rank.returncode, command, text)
     return printed("".join(texts))
+
+
+def _texts(ranks: Sequence[subprocess.Popen[str]]) -> list[str]:
+    """What each printed, when all have ended. Raises TimeoutExpired if they take more CPU time than
+    STOCK_CPU_S_MAX each, or next to none for STOCK_STILL_S_MAX: a loaded machine ends no run."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        told = [pool.submit(lambda rank=rank: rank.communicate()[0]) for rank in ranks]
+        each_s, used_s, moved_s = [0.0] * len(ranks), 0.0, time.monotonic()
+        try:
+            while wait(told, 1.0).not_done:
+                each_s = [max(*pair) for pair in zip(each_s, map(_cpu_s, ranks), strict=True)]
+                if sum(each_s) > used_s + 1.0:
+                    used_s, moved_s = sum(each_s), time.monotonic()
+                still_s = time.monotonic() - moved_s
+                if max(each_s) > STOCK_CPU_S_MAX or still_s > STOCK_STILL_S_MAX:
+                    raise subprocess.TimeoutExpired(ranks[0].args, still_s)
+        finally:
+            for rank in ranks:
+                rank.kill()
+        return [text.result() for text in told]
+
+
+def _cpu_s(rank: subprocess.Popen[str]) -> float:
+    """The CPU time that the process has taken; 0 if it has ended."""
+    try:
+        fields = Path(f"/proc/{rank.pid}/stat").read_text().rpartition(") ")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def job(

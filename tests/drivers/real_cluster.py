@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -36,7 +36,9 @@ HELD_S = 1e6
 """Hang limit. Tests hold ranks, and a loaded machine delays them: neither may look like a hang,
 unless a test says otherwise."""
 LIMIT_S = 120.0
-"""Limit of every wait; enough on a loaded machine."""
+"""Limit of every wait, without a sign of life of a rank; enough on a loaded machine."""
+TOTAL_S_MAX = 5 * LIMIT_S
+"""Limit of a wait for ranks that do something else for ever."""
 REST_S, RESTING_NUM = 0.05, 6
 """How long a rank of a resting task sleeps in each iteration, and how many of its ranks do."""
 POLL_S = 0.05
@@ -338,18 +340,29 @@ class RealCluster:
         )
 
     def wait(self, look: Callable[[], T | None], what: str | Callable[[], str]) -> T:
-        """Poll `look` until it returns a result; AssertionError with `what` after LIMIT_S."""
-        deadline_s = time.monotonic() + LIMIT_S
-        while time.monotonic() < deadline_s:
+        """Poll `look` until it returns a result; AssertionError with `what` after LIMIT_S without
+        a sign of life of a rank, and after TOTAL_S_MAX."""
+        begun_s = alive_s = now_s = time.monotonic()
+        signs: tuple[int, int] | None = None
+        while now_s - alive_s < LIMIT_S and now_s - begun_s < TOTAL_S_MAX:
             try:
-                found = look()
+                if (found := look()) is not None:
+                    return found
+                if now_s - alive_s > LIMIT_S / 4 and (new := self._signs_of_life()) != signs:
+                    signs, alive_s = new, now_s
             except (Interrupted, Refused, Unable, Unreachable):
-                found = None
-            if found is not None:
-                return found
+                pass
             time.sleep(POLL_S)
+            now_s = time.monotonic()
         awaited = what if isinstance(what, str) else what()
-        raise AssertionError(f"not within {LIMIT_S:.0f} s: {awaited}")
+        raise AssertionError(f"not within {now_s - begun_s:.0f} s: {awaited}")
+
+    def _signs_of_life(self) -> tuple[int, int]:
+        """The bytes of all logs and traces of ranks, and how often one was told to work."""
+        files = [*self.state.logs.glob("*-*/*.log"), *(self.path / "trace").glob("*.jsonl")]
+        with suppress(FileNotFoundError):  # an old log was removed
+            return sum(file.stat().st_size for file in files), len(self.told(0, "RankWorked"))
+        return 0, 0
 
     def wait_traced(self, task: int, **wanted: object) -> dict[str, Any]:
         """The newest trace line with these values; only new lines are searched again."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -21,6 +22,7 @@ from importlib import util
 from pathlib import Path
 
 import megatron_trial
+from bench.recovery.main import interrupt
 from bench.recovery.rows import Row, finish, row
 from megatron_trial import BITWISE, CASES, EXACT_TRIP, MANDATORY, TRIP
 from real_cluster import running
@@ -38,6 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make megatron-lm")
     parser.add_argument("clone", type=Path, help="a clone of Megatron-LM")
     parser.add_argument("-n", type=int, default=1)
+    parser.add_argument("--mandatory", action="store_true", help="the mandatory cell alone")
     parser.add_argument(
         "--seed",
         type=int,
@@ -53,14 +56,24 @@ def main() -> None:
             f"Megatron-LM needs {' '.join(absent)}: "
             f"{sys.executable} -m pip install {' '.join(absent)}"
         )
-    began_s, rows, draw = time.monotonic(), [], random.Random(options.seed)
+    signal.signal(signal.SIGTERM, interrupt)  # the cluster is ended, too
+    began_s, draw = time.monotonic(), random.Random(options.seed)
     print(f"seed {options.seed}", flush=True)
+    rows = [] if options.mandatory else _small_cells(options.clone, options.n, draw)
+    finish(
+        [*rows, *_mandatory_cell(options.clone, draw)], options.out, began_s, (), seed=options.seed
+    )
+
+
+def _small_cells(clone: Path, num: int, draw: random.Random) -> list[Row]:
+    """All cells but the mandatory one, on a cluster of four slots."""
+    rows = list[Row]()
     with tempfile.TemporaryDirectory() as folder, running(Path(folder) / "cluster") as cluster:
         for name, case in CASES.items():
-            expected = megatron_trial.stock(options.clone, case)
+            expected = megatron_trial.stock(clone, case)
             trials = [
-                megatron_trial.struck(cluster, options.clone, case, Path(folder) / "out")
-                for _ in range(options.n)
+                megatron_trial.struck(cluster, clone, case, Path(folder) / "out")
+                for _ in range(num)
             ]
             rows += _rows(
                 name,
@@ -69,12 +82,10 @@ def main() -> None:
             )
             print(f"{name}: done", flush=True)
         trips = [
-            megatron_trial.round_trip(
-                cluster, options.clone, TRIP, Path(folder) / f"trip-{n}", draw
-            )
-            for n in range(options.n)
+            megatron_trial.round_trip(cluster, clone, TRIP, Path(folder) / f"trip-{n}", draw)
+            for n in range(num)
         ]
-        expected = megatron_trial.stock(options.clone, TRIP)
+        expected = megatron_trial.stock(clone, TRIP)
         rows += _rows(
             ROUND_TRIP, trips, [not megatron_trial.unequal(expected, trip.lines) for trip in trips]
         )
@@ -82,21 +93,25 @@ def main() -> None:
         for name, case in BITWISE.items():
             rows += _bits(
                 f"{name}, bitwise",
-                *megatron_trial.bits_of(cluster, options.clone, case, Path(folder) / name),
+                *megatron_trial.bits_of(cluster, clone, case, Path(folder) / name),
             )
         rows += _bits(
             f"{ROUND_TRIP}, bitwise",
             *megatron_trial.bits_of_round_trip(
-                cluster, options.clone, EXACT_TRIP, Path(folder) / "bits", draw
+                cluster, clone, EXACT_TRIP, Path(folder) / "bits", draw
             ),
         )
+    return rows
+
+
+def _mandatory_cell(clone: Path, draw: random.Random) -> list[Row]:
+    """The cell of the usual job, on eight slots."""
     with tempfile.TemporaryDirectory() as folder:
         with running(Path(folder) / "cluster", 4) as cluster:
-            trip = megatron_trial.round_trip(cluster, options.clone, MANDATORY, Path(folder), draw)
-        found = megatron_trial.compared(options.clone, MANDATORY, Path(folder) / "orders", trip)
-    rows += _rows(MANDATORY_CELL, [trip], [found.equal])
+            trip = megatron_trial.round_trip(cluster, clone, MANDATORY, Path(folder), draw)
+        found = megatron_trial.compared(clone, MANDATORY, Path(folder) / "orders", trip)
     print(found.table(), flush=True)
-    finish(rows, options.out, began_s, (), seed=options.seed)
+    return _rows(MANDATORY_CELL, [trip], [found.equal])
 
 
 def _bits(name: str, healed: megatron_trial.Healed, differing: list[str]) -> list[Row]:
