@@ -339,7 +339,7 @@ def struck_at_random(
     task = cluster.submit(job(clone, case, output, *case.words, *words, iterations=iterations))
     cluster.wait_traced(task, event="copied")
     took_s: list[float] = []
-    for num in range(1, NUM_FAULTS + 1):
+    for _ in range(NUM_FAULTS):
         newest = max(line["iteration"] for line in cluster.traced(task) if line["event"] == "done")
         fault = Fault(draw.randrange(case.slots), draw.choice(MOMENTS), newest + draw.randint(2, 3))
         print(fault, flush=True)
@@ -349,10 +349,7 @@ def struck_at_random(
             for rank in range(case.slots)
             if rank != fault.victim
         ]
-        cluster.wait(
-            lambda num=num: len(cluster.told(after, "IncidentClosed")) >= num or None,
-            lambda: cluster.tail(after),
-        )
+        cluster.wait_whole(task, case.slots)
         for hold in slow:
             hold.unlink()
     return _ended(cluster, task, after, took_s)
