@@ -78,7 +78,8 @@ class Layout(NamedTuple):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a lost rank's part of the optimizer exists in copies alone."""
+        """Whether it is Megatron's distributed optimizer. The job is submitted so, and is given
+        mirrors: no iteration may be lost."""
         return self.parallel.get("optimizer") == "sharded"
 
     @property
@@ -94,7 +95,13 @@ LAYOUTS = (
     Layout("PP 2 x DP 2", 4, {"parallel": PIPELINE}, 2),
     Layout("PP 2 interleaved x DP 2", 4, {"parallel": PIPELINE | {"chunks": 2}}, 1),
     Layout("TP 2 x PP 2 x DP 2", 8, {"parallel": TENSOR | PIPELINE}, 5),
-    Layout("sharded optimizer", 4, {"parallel": {"optimizer": "sharded"}}, 2),
+    Layout(
+        "sharded optimizer",
+        4,
+        {"parallel": {"optimizer": "sharded"}},
+        2,
+        ("overlapped gather",),
+    ),
     Layout(
         "overlapped reduction",
         4,
