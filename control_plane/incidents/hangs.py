@@ -166,17 +166,16 @@ def _limits_s(state: ClusterState, stalls: Mapping[int, Stall]) -> dict[int, flo
 
 def limit_of(state: ClusterState, task: Task, hang: Hang) -> Limit:
     """The limit that a hang has passed. Of several ranks that of the one that may last longest."""
-    known = [*task.stalls.values(), *task.slow_iterations.values()]
     if hang.kind == "unknown":
         return Limit("of ranks in their own work", UNKNOWN_S_MIN)
     if any(task.stalls[number].is_untimed for number in hang.ranks if number in task.stalls):
         return Limit("first_iteration_s_max", state.policy.first_iteration_s_max)
     times = CRAWLS_TIMES if hang.kind == "slow" else STANDS_TIMES
     longer = NETWORK_TIMES if hang.kind == "network" else 1.0
-    usual_s, least_s = (
-        max((stall.normal_s for stall in known), default=0.0),
-        state.policy.hang_s_min,
-    )
+    stalls_s = [stall.normal_s for stall in task.stalls.values()]
+    slow_s = [slow.normal_s for slow in task.slow_iterations.values()]
+    usual_s = max(stalls_s + slow_s, default=0.0)
+    least_s = state.policy.hang_s_min
     if times * usual_s > least_s:
         return Limit(f"{longer * times:g} usual iterations", longer * times * usual_s)
     return Limit("hang_s_min" if longer == 1 else f"{longer:g} hang_s_min", longer * least_s)

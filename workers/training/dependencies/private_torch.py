@@ -241,8 +241,12 @@ def on_compiling(begins: Callable[[], None], ends: Callable[[], None]) -> None:
     """Call these when torch.compile begins and has ended to compile, forward or backward, in the
     thread that does it. `torch._dynamo.reset` forgets them."""
     handler = import_module("torch._dynamo.callback").callback_handler
-    handler.register_start_callback(lambda args: begins())
-    handler.register_end_callback(lambda args: ends())
+
+    def calls(wanted: Callable[[], None]) -> Callable[[object], None]:
+        return lambda args: wanted()
+
+    handler.register_start_callback(calls(begins))
+    handler.register_end_callback(calls(ends))
 
 
 # --- The data loader ---
