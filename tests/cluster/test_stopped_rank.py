@@ -85,7 +85,7 @@ def test_a_stopped_rank_is_ended_and_the_others_finish_the_iteration(story: Stor
     assert (opened.severity, opened.status, opened.why) == (
         "SEV2",
         "task hang",
-        f"rank {VICTIM} on {opened.node} is stopped (SIGSTOP) (stopped_s_max: 2 s)",
+        f"rank {VICTIM} on {opened.node} is stopped (SIGSTOP) (stopped_s_max: 4 s)",
     )
     assert suspended.seq in opened.evidence
     cluster.wait_told(

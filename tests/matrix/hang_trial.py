@@ -257,8 +257,8 @@ def _megatron(cell: HangCell, folder: Path) -> list[str]:
     words = ["--num-layers", "4", "--global-batch-size", str(2 * MICRO_BATCHES)]
     words += ["--train-iters", str(ITERATIONS[cell.engine])]
     words += ["--num-virtual-stages-per-pipeline-rank", "2"] * ("chunks" in layout.parallel)
-    words += ["--use-distributed-optimizer", "--overlap-param-gather"] * layout.is_sharded
-    words += ["--overlap-grad-reduce"] * (layout.is_sharded or "overlap" in layout.train)
+    words += ["--use-distributed-optimizer"] * layout.is_sharded
+    words += ["--overlap-grad-reduce"] * ("overlap" in layout.train)
     program = [sys.executable, "-P", "-m", "unicron.cli.main", "megatron"]
     return [*program, str(script), *WORDS, *words]
 
