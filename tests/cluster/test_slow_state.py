@@ -154,7 +154,7 @@ def test_copies_that_are_read_for_ten_times_the_limit(cluster: RealCluster, tmp_
     cluster.wait_told(0, "MemoryCheckpointStored", task=task)
     cluster.wait_steps(task, 3 * EVERY)
     after, began_s = cluster.seq(), time.monotonic()
-    set_rates(cluster, copy=rate(cluster, task) / 2)  # a member reads two shares at once
+    set_rates(cluster, copy=rate(cluster, task))
     kill_all(cluster, task)
     print(watch_status(cluster, task, "reads its state from memory, "))
     came = comes_up_late(cluster, task, after, began_s)
@@ -166,7 +166,7 @@ def test_a_state_that_is_sent_for_ten_times_the_limit(cluster: RealCluster, tmp_
     task = cluster.submit(job("peer", tmp_path, copy_every=0))
     cluster.wait_steps(task, 3)
     after = cluster.seq()
-    set_rates(cluster, peer=rate(cluster, task) / 2)  # two threads seal what is sent
+    set_rates(cluster, peer=rate(cluster, task))
     os.kill(cluster.pids(task)[1], signal.SIGKILL)
     cluster.wait_told(after, "Resume", task=task)
     began_s = time.monotonic()

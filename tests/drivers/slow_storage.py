@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,16 +50,19 @@ def set_rates(folder: Path, **bytes_per_s: float) -> None:
 class _Slow:
     def __init__(self, rates: Path) -> None:
         self._rates = rates
+        self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
     def wait(self, way: str, num_bytes: int) -> None:
-        """As long as so many bytes take on this way; a rate that changes meanwhile counts."""
+        """As long as so many bytes take on this way, which all threads share; a rate that changes
+        meanwhile counts."""
         left = float(num_bytes)
-        while left > 0:
-            rate = self._rate(way)
-            if rate is None:
-                return
-            time.sleep(0.05)
-            left -= rate * 0.05
+        with self._turns[way]:
+            while left > 0:
+                rate = self._rate(way)
+                if rate is None:
+                    return
+                time.sleep(0.05)
+                left -= rate * 0.05
 
     def _rate(self, way: str) -> float | None:
         try:
@@ -95,6 +100,12 @@ class _SlowFile(io.RawIOBase):
             parts.append(part)
             left -= len(part) if left > 0 else 0
         return b"".join(parts)
+
+    def readinto(self, target: Any) -> int:
+        view = memoryview(target).cast("B")
+        part = self.read(len(view))
+        view[: len(part)] = part
+        return len(part)
 
     def writable(self) -> bool:
         return True
