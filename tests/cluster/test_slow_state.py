@@ -179,6 +179,7 @@ def test_a_state_that_is_sent_for_ten_times_the_limit(cluster: RealCluster, tmp_
     cluster.cancel(task)
 
 
+@pytest.mark.thorough
 def test_another_layout_that_takes_ten_times_the_limit(
     cluster: RealCluster, tmp_path: Path
 ) -> None:
@@ -205,6 +206,7 @@ def test_another_layout_that_takes_ten_times_the_limit(
     cluster.cancel(task)
 
 
+@pytest.mark.thorough
 def test_a_task_that_saves_and_one_that_starts_for_ten_times_their_limits(
     hasty: RealCluster, tmp_path: Path
 ) -> None:
@@ -249,6 +251,7 @@ def test_a_task_that_saves_and_one_that_starts_for_ten_times_their_limits(
     hasty.cancel(task)
 
 
+@pytest.mark.thorough
 def test_a_save_that_stands_still_is_named_and_holds_no_slots(
     hasty: RealCluster, tmp_path: Path
 ) -> None:
