@@ -85,23 +85,29 @@ def rank_ready(
     rank.protocol = body.protocol
     state.orders.pop(rank.start_order, None)
     edits.clear_deadline(state, f"start/{task.id}/{rank.rank}/{rank.attempt}")
-    _end_former_versions(task)
+    _end_former_versions(task, rank)
 
 
-def _end_former_versions(task: Task) -> None:
+def _end_former_versions(task: Task, new: Rank) -> None:
     """Processes that started before an upgrade cannot meet those that started after it, and would
     wait for them in vain: they start again, and the task goes on from its last copy."""
-    ready = [
-        rank
-        for rank in task.ranks.values()
-        if rank.state in ("ready", "member") and rank.is_healthy
-    ]
-    newest = max(ready, key=lambda rank: rank.protocol, default=None)
+    # The others are of one version, so any of them tells whether `new` is of another: a task that
+    # starts is not searched once for each of its ranks.
+    other = next((rank for rank in task.ranks.values() if rank is not new and _meets(rank)), new)
+    if other.protocol == new.protocol:
+        return
+    ready = [rank for rank in task.ranks.values() if _meets(rank)]
+    newest = max(ready, key=lambda rank: rank.protocol)
     for rank in ready:
-        if newest is not None and rank.protocol < newest.protocol:
+        if rank.protocol < newest.protocol:
             rank.timeout_reason = (
                 f"runs a former version, which cannot train with that of rank {newest.rank}"
             )
+
+
+def _meets(rank: Rank) -> bool:
+    """Whether the process can be a member of the next generation."""
+    return rank.state in ("ready", "member") and rank.is_healthy
 
 
 def is_recovery_unproven(task: Task) -> bool:
