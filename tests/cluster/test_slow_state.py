@@ -45,10 +45,7 @@ if os.environ["RANK"] == "0":
 
 @pytest.fixture(scope="module")
 def slowed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
-    policy = {**TENTH, "evidence_s_max": 4.0, "restart_pause_s_max": 0.0}
-    with running(tmp_path_factory.mktemp("slowed"), policy=policy) as made:
-        slow_storage.install(made.path / "trace")
-        yield made
+    yield from with_limits(tmp_path_factory.mktemp("slowed"), TENTH)
 
 
 @pytest.fixture
@@ -58,16 +55,20 @@ def cluster(slowed: RealCluster) -> Iterator[RealCluster]:
 
 @pytest.fixture(scope="module")
 def hastened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
-    policy = {**SHORT, "evidence_s_max": 4.0, "restart_pause_s_max": 0.0}
-    with running(tmp_path_factory.mktemp("hastened"), policy=policy) as made:
-        slow_storage.install(made.path / "trace")
-        yield made
+    yield from with_limits(tmp_path_factory.mktemp("hastened"), SHORT)
 
 
 @pytest.fixture
 def hasty(hastened: RealCluster) -> Iterator[RealCluster]:
     """With shorter limits."""
     yield from as_it_was(hastened)
+
+
+def with_limits(folder: Path, limits: dict[str, float]) -> Iterator[RealCluster]:
+    policy = {**limits, "evidence_s_max": 4.0, "restart_pause_s_max": 0.0}
+    with running(folder, policy=policy) as made:
+        slow_storage.install(made.path / "trace")
+        yield made
 
 
 def as_it_was(cluster: RealCluster) -> Iterator[RealCluster]:
