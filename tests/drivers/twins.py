@@ -137,15 +137,18 @@ class Twins:
         shifted = [abs(a - b) / b for a, b in zip(wanted[1:], wanted, strict=False)]
         assert max(shifted) > 100 * LOSS_REL_MAX
 
-    def compare_and_cancel(self, cluster: Any, task: int, spec: Spec, since: int = 0) -> None:
+    def compare_and_cancel(
+        self, cluster: Any, task: int, spec: Spec, since: int = 0, again_rel: float = 0.0
+    ) -> None:
         """Compare the task's next checkpoint with its reference run, and cancel the task. `since`:
-        the record from which on every decision of the log is this version's."""
+        the record from which on every decision of the log is this version's. `again_rel`: by how
+        much the loss of an iteration that is repeated from a copy may differ."""
         cluster.wait_told(cluster.seq(), "CheckpointPublished", task=task)
         ours, twin = self.start(spec)
         saved = int(ours.name.removeprefix("iter-"))
         cluster.wait(lambda: cluster.task(task)["iteration"] >= saved or None, f"iteration {saved}")
         cluster.cancel(task)
-        self.hold(ours, twin, cluster.losses(task))
+        self.hold(ours, twin, cluster.losses(task, again_rel))
         cluster.verify(since)
 
     def stop(self) -> None:
