@@ -6,12 +6,14 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from msgspec import DecodeError, Struct, field, json, structs
 
+from ...events import network_address
 from ...events.decoding import from_json
 from ...events.errors import ServerError, UnicronError
 from ...events.file_space import room
@@ -36,6 +38,7 @@ PROBE_S_MAX = 20.0
 IMPORT_S_MAX = 120.0
 """torch and Megatron take about 5 s of CPU time."""
 FREE_BYTES_LOW = 1 << 30
+NAME_S_HIGH = 0.5
 INTERFACES = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "(by --advertise)")
 
 
@@ -62,6 +65,7 @@ def doctor(state: StateDir, *, only_support: bool, as_json: bool) -> int:
         _server,
         lambda: log_server(state),
         _loopback,
+        peer_names,
         probe_port,
         lambda: _folder(state),
         lambda: _ranks(state),
@@ -242,6 +246,31 @@ def _loopback() -> Finding:
             "ports", "missing", f"127.0.0.1: {error.strerror}", "allow connections on the loopback"
         )
     return Finding("ports", "ok", "127.0.0.1 can be listened on and reached")
+
+
+def peer_names() -> Finding:
+    """How long it takes to learn the name of an address of this host, or that it has none. torch's
+    store asks for that of each rank that connects, one after another, and each rank for that of
+    the store, in the form that an address has in IPv6."""
+    address = next(
+        (each for _, each in network_address.interfaces() if not network_address.is_loopback(each)),
+        "127.0.0.1",
+    )
+    mapped = address if ":" in address else f"::ffff:{address}"
+    began_s = time.monotonic()
+    with suppress(OSError):  # no name is an answer, too
+        socket.getnameinfo((mapped, 0), socket.NI_NUMERICSERV)
+    took_s = time.monotonic() - began_s
+    is_slow = took_s > NAME_S_HIGH
+    return Finding(
+        "names",
+        "note" if is_slow else "ok",
+        f"the name of {mapped} was looked up in {took_s:.3f} s",
+        "torch does so for each rank that connects: mend the name server, or list the hosts in "
+        f"/etc/hosts, each also in this form: {mapped}"
+        if is_slow
+        else "",
+    )
 
 
 def probe_port() -> Finding:

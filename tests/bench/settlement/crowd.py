@@ -9,6 +9,7 @@ encoded before (ranks.py): its own CPU time is measured there.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import resource
 import sys
 import threading
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from bench.settlement.ranks import World, measured_places
+from unicron.events import network_address
 from unicron.workers.training.adopt.adoption import Job
 from unicron.workers.training.communicators.rounds import Rounds
 from unicron.workers.training.recovery.state_exchange import answers_to_plans
@@ -211,7 +213,17 @@ def crowd_of(world: World) -> Crowd:
 
 
 def _serve(pipe: Connection) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # As a rank has it: on a socket of IPv4. With one of IPv6, torch asks the name server for the
+    # name of each member that connects, and may wait 10 s for the answer.
+    listener = network_address.listen("127.0.0.1")
+    store = dist.TCPStore(
+        "127.0.0.1",
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=os.dup(listener.fileno()),
+        use_libuv=True,
+    )
     pipe.send(store.port)
     pipe.recv()
     pipe.send(time.process_time())
