@@ -215,22 +215,27 @@ def test_a_described_model_that_is_not_the_built_one_is_refused(
 
 
 # --- how a driver runs a loop ---------------------------------------------------------------------
+ALL = 1 << 30
+
+
 class Between:
-    """The rounds of a generation with one other member, which is at some position between two
-    steps."""
+    """The rounds of a generation with one other member, which has finished some evaluations since
+    the last step."""
 
     def __init__(self) -> None:
-        self.other = ""
+        self.other = 0
+        self.told: list[int] = []
 
     def agree(self, mine: bytes, answer: Callable[[list[bytes]], bytes]) -> bytes:
-        return answer([mine, self.other.encode()])
+        self.told.append(int(mine))
+        return answer([mine, b"%d" % self.other])
 
 
 class Script:
     """A driver with scripted steps: None is a new generation, a number >= 0 an iteration, and -n a
     new generation whose state has taken n steps."""
 
-    def __init__(self, steps: list[int | None], fails: list[bool], others: list[str]) -> None:
+    def __init__(self, steps: list[int | None], fails: list[bool], others: list[int]) -> None:
         self.settled = 0
         self.iteration = SimpleNamespace()
         self.control = SimpleNamespace(waiting_for_others=lambda *_: nullcontext())
@@ -268,33 +273,36 @@ def job(script: Script, iterations: int = 4) -> Any:
 
 
 def test_a_loop_sees_each_iteration_once_despite_new_generations() -> None:
-    made = job(Script([None, 0, None, None, 1, 2, 3], [], [""] * 3))
+    made = job(Script([None, 0, None, None, 1, 2, 3], [], [0] * 3))
     assert [(iteration, made.step()) for iteration in made] == [(n, n) for n in range(4)]
     made.finish()
 
 
 def test_a_newcomer_begins_at_the_iteration_of_the_others() -> None:
-    script = Script([None, 2, 3], [], [""])
+    script = Script([None, 2, 3], [], [0])
     made = job(script)
     script.settled = 2
     assert [(iteration, made.step()) for iteration in made] == [(2, 2), (3, 3)]
 
 
-def test_a_step_of_the_others_is_taken_and_their_evaluation_skipped() -> None:
-    made = job(Script([None, 0, -2, 2, 3], [False, False], [""] * 2))
+@pytest.mark.parametrize(("num_finished", "seen"), [(0, [1, 2, 3]), (1, [1, 3]), (ALL, [1, 3])])
+def test_a_step_of_the_others_is_taken_and_what_none_has_finished_evaluated(
+    num_finished: int, seen: list[int]
+) -> None:
+    made = job(Script([None, 0, -2, 2, 3], [False] * 3, [0, num_finished]))
     called: list[int] = []
-    seen = []
+    steps = []
     for iteration in made:
-        seen.append((iteration, made.step()))
+        steps.append((iteration, made.step()))
         made.evaluate(lambda: called.append(made.iteration))
         if iteration == 2:
             break
-    assert seen == [(0, 0), (1, 1), (2, 2)]
-    assert called == [1, 3]
+    assert steps == [(0, 0), (1, 1), (2, 2)]
+    assert called == seen
 
 
 def test_after_a_rollback_step_returns_the_repeated_iteration() -> None:
-    made = job(Script([None, 0, 1, -1, 1, 2, 3], [], [""] * 2))
+    made = job(Script([None, 0, 1, -1, 1, 2, 3], [], [0] * 2))
     assert [(iteration, made.step()) for iteration in made] == [
         (0, 0),
         (1, 1),
@@ -305,22 +313,31 @@ def test_after_a_rollback_step_returns_the_repeated_iteration() -> None:
 
 
 def test_the_last_step_may_come_from_the_others() -> None:
-    made = job(Script([None, 0, 1, 2, -4], [], [""] * 2))
+    made = job(Script([None, 0, 1, 2, -4], [], [0] * 2))
     assert [made.step() for _ in made] == [0, 1, 2, 3]
     made.finish()
     assert made.step() == -1
 
 
-def test_an_evaluation_that_all_had_begun_is_repeated() -> None:
-    made = job(Script([None, 0, None, 1], [True, False], ["", "1.1"]))
+def test_an_evaluation_that_nobody_has_finished_is_repeated() -> None:
+    made = job(Script([None, 0, None, 1], [True, False, False], [0, 0]))
     for _ in made:
         made.step()
         break
     assert made.evaluate(lambda: 7) == 7
+    assert made.evaluate(lambda: 8) == 8
+
+
+def test_the_first_evaluation_that_nobody_has_finished_is_the_next() -> None:
+    made = job(Script([None, 0, None, 1], [True, False], [0, 2]))
+    for _ in made:
+        made.step()
+        break
+    assert [made.evaluate(lambda n=n: n) for n in range(3)] == [None, None, 2]
 
 
 def test_an_evaluation_is_not_repeated_after_a_rollback() -> None:
-    made = job(Script([None, 0, 1, -1, 1, 2], [True, False], ["", "2.1"]))
+    made = job(Script([None, 0, 1, -1, 1, 2], [True, False], [0, ALL]))
     found = []
     for _ in made:
         made.step()
@@ -331,8 +348,8 @@ def test_an_evaluation_is_not_repeated_after_a_rollback() -> None:
     assert found == [None, 2]
 
 
-def test_an_evaluation_unknown_to_a_newcomer_is_skipped() -> None:
-    made = job(Script([None, 0, None, 1], [True, False], ["", ""]))
+def test_an_evaluation_that_others_have_passed_is_skipped() -> None:
+    made = job(Script([None, 0, None, 1], [True, False], [0, ALL]))
     called: list[int] = []
     for _ in made:
         made.step()
@@ -342,6 +359,25 @@ def test_an_evaluation_unknown_to_a_newcomer_is_skipped() -> None:
     assert called == []
     made.step()
     assert made.evaluate(lambda: 3) == 3
+
+
+@pytest.mark.parametrize(("settled", "num_finished"), [(0, 0), (3, ALL)])
+def test_what_a_newcomer_tells(settled: int, num_finished: int) -> None:
+    script = Script([None, settled], [], [0])
+    made = job(script)
+    script.settled = settled
+    for _ in made:
+        break
+    assert script.communicators.rounds.told == [num_finished]
+
+
+def test_who_waits_for_the_end_has_passed_all_evaluations() -> None:
+    script = Script([None, 0, 1, 2, 3, None], [], [0, 0])
+    made = job(script)
+    for _ in made:
+        made.step()
+    made.finish()
+    assert script.communicators.rounds.told == [0, ALL]
 
 
 # --- without an agent -----------------------------------------------------------------------------

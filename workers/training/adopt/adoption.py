@@ -52,6 +52,9 @@ T = TypeVar("T")
 Driver = Member | RestartOnlyDriver
 log = structlog.get_logger()
 
+EVALUATIONS_NUM_MAX = 1 << 30
+"""More than follow any step: what a member tells that has all of them behind it."""
+
 
 class Declined(UsageError):
     """In-memory recovery does not support this loop; the message gives the reason. The control
@@ -65,9 +68,11 @@ class Job:
         self._driver = driver
         self._work = work
         self._steps = driver.steps()
-        self._began = self._ended = self._is_void = False
-        self._stepped = self._num_evaluated = 0
-        self._evaluating = ""
+        self._began = self._ended = False
+        self._stepped = self._num_evaluated = self._num_skipped = 0
+        self._next = (0, 0)
+        """The iteration whose evaluations come next, and how many of them this member has finished.
+        """
 
     # --- properties -------------------------------------------------------------------------------
     @property
@@ -170,11 +175,12 @@ class Job:
         """Run the next step, with any recovery that it needs. Returns the completed iteration,
         which is an earlier one if the task rolls back, or -1 if none was left.
 
-        A member that receives the state after a step that others have taken skips evaluations until
-        the next step: those that stepped may have finished them already.
+        A member that receives the state after a step that others have taken skips the evaluations
+        that one of them has finished already.
         """
-        self._is_void, self._num_evaluated = False, 0
+        self._num_evaluated = self._num_skipped = 0
         expected = self.iteration
+        self._next = (expected + 1, 0)
         while True:
             stepped = self._advance()
             if self._ended:
@@ -182,38 +188,33 @@ class Job:
             if stepped is not None:
                 return stepped
             if self.iteration > expected:
-                self._is_void = True
                 return self.iteration - 1
 
     def evaluate(self, call: Callable[[], T]) -> T | None:
         """Between two steps: run `call`, which may use collectives, on all members and return its
         result. It must not change the model or the optimizer.
 
-        With gloo, it runs in a separate thread. If a member fails during it, all members of the
-        next generation were in this evaluation, and the task is still at the same iteration, `call`
-        runs again. Otherwise it returns None on each rank that has not finished it, as do all
-        others before the next step. A task that is back at an earlier iteration comes here again.
+        With gloo, it runs in a separate thread. If a member fails during it, `call` runs again on
+        all members of the next generation, also on those that had not reached it. It returns None
+        on a member that has not finished it if another one has, or if the task is back at an
+        earlier iteration, from which it comes here again.
         """
-        if self._is_void:
-            return None
         self._num_evaluated += 1
-        began = self.iteration
+        number, began = self._num_evaluated, self.iteration
         results: list[T] = []
-        while True:
-            self._evaluating = f"{began}.{self._num_evaluated}"
+        while number > self._num_skipped:
+            self._next = (began, number - 1)
             if self._driver.run_collectively(lambda: results.append(call())):
-                self._evaluating = ""
                 return results[-1]
             results.clear()
-            again = self._advance() is None and not self._ended and self._is_agreed
-            if again and self.iteration == began:
-                continue
-            self._evaluating, self._is_void = "", True
-            why = "a member failed during it"
-            if self.iteration < began:
-                why += f", and the task is back at iteration {self.iteration}"
-            log.warning(f"evaluation skipped: {why}", iteration=began)
-            return None
+            if self._advance() is not None or self._ended:
+                self._num_skipped = EVALUATIONS_NUM_MAX
+            if number <= self._num_skipped:
+                why = "a member failed during it"
+                if self.iteration < began:
+                    why += f", and the task is back at iteration {self.iteration}"
+                log.warning(f"evaluation skipped: {why}", iteration=began)
+        return None
 
     def mean_loss(self, num: int, batch_of: Callable[[int], Any]) -> float:
         """In an evaluation: the mean loss of `num` batches, in the unit of `loss` of `adopt`. The
@@ -232,6 +233,7 @@ class Job:
 
     def finish(self) -> None:
         """Run all remaining steps; write and publish the final checkpoint."""
+        self._next = (self._work.train.iterations, EVALUATIONS_NUM_MAX)
         while not self._ended:
             self._advance()
 
@@ -245,28 +247,27 @@ class Job:
             return None
         self._stepped = self._driver.settled if stepped is None else stepped + 1
         if stepped is None:
-            if not self._began:  # whoever was there before may have evaluated already
-                self._is_void = self._stepped > 0
             self._began = True
-            self._is_agreed = self._agree()
+            self._num_skipped = self._agree()
         return stepped
 
-    def _agree(self) -> bool:
-        """Called once per generation. Returns whether all members are in the same evaluation."""
+    def _agree(self) -> int:
+        """Called once per generation. Returns how many evaluations are not repeated: those after
+        the last step that some member has finished."""
         communicators = self._driver.communicators
+        iteration, num_finished = self._next
+        mine = num_finished if iteration == self.iteration else EVALUATIONS_NUM_MAX
         try:
             with self._driver.control.waiting_for_others(
                 communicators.generation, communicators.interrupt
             ):
-                evaluating = communicators.rounds.agree(self._evaluating.encode(), _if_equal)
+                return int(communicators.rounds.agree(b"%d" % mine, _largest))
         except (Interrupted, RuntimeError):
-            return False  # the next collective reports the cause
-        return evaluating != b""
+            return mine  # the next collective reports the cause
 
 
-def _if_equal(told: Sequence[bytes]) -> bytes:
-    """What all have told, if they have told the same."""
-    return told[0] if len(set(told)) == 1 else b""
+def _largest(told: Sequence[bytes]) -> bytes:
+    return max(told, key=int)
 
 
 @check_arguments
