@@ -11,9 +11,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from real_cluster import RealCluster
@@ -339,27 +340,37 @@ def struck_at_random(
     task = cluster.submit(job(clone, case, output, *case.words, *words, iterations=iterations))
     cluster.wait_traced(task, event="copied")
     took_s: list[float] = []
+    slow = _slow(cluster, task, range(case.slots))
     for _ in range(NUM_FAULTS):
         newest = max(line["iteration"] for line in cluster.traced(task) if line["event"] == "done")
         fault = Fault(draw.randrange(case.slots), draw.choice(MOMENTS), newest + draw.randint(2, 3))
         print(fault, flush=True)
-        took_s.append(_strike(cluster, task, fault))
-        slow = [
-            cluster.hold(task, rank, event="gate", then="slow", slow_s=SLOW_S)
-            for rank in range(case.slots)
-            if rank != fault.victim
-        ]
+        took_s.append(_strike(cluster, task, fault, slow))
+        slow = _slow(cluster, task, {*range(case.slots)} - {fault.victim})
         cluster.wait_whole(task, case.slots)
-        for hold in slow:
-            hold.unlink()
+    for hold in slow.values():
+        hold.unlink()
     return _ended(cluster, task, after, took_s)
 
 
-def _strike(cluster: RealCluster, task: int, fault: Fault) -> float:
+def _slow(cluster: RealCluster, task: int, ranks: Iterable[int]) -> dict[int, Path]:
+    """Let these ranks train slowly. Returns the requests, by rank: deleting one ends it."""
+    return {
+        rank: cluster.hold(task, rank, event="gate", then="slow", slow_s=SLOW_S) for rank in ranks
+    }
+
+
+def _strike(
+    cluster: RealCluster, task: int, fault: Fault, slow: Mapping[int, Path] = MappingProxyType({})
+) -> float:
     """Kill a rank; returns the seconds from then to the end of the next step: of the iteration that
-    it struck, or of the one after if another replica had done that step."""
+    it struck, or of the one after if another replica had done that step. `slow`: ranks that train
+    slowly until the victim is to be held, so that the iteration is still to come."""
     begun_s = time.time()
     cluster.hold(task, fault.victim, event=fault.event, iteration=fault.iteration)
+    for rank, hold in slow.items():
+        if rank != fault.victim:  # its request is another one now
+            hold.unlink()
     held = cluster.wait_held(task, fault.victim, begun_s)
     cluster.hold(task, fault.victim, event="forward", iteration=-1)
     killed_s = time.time()
