@@ -148,6 +148,8 @@ def _classify(
         )
     if not all_reachable:
         return None
+    if located is not None and all(stall.waits for stall in stalls.values()):
+        own = []
     hang = _of_all(state, task, stalls, own, limits_s, sure_s)
     if hang is None or located is None or hang.kind != "network":
         return hang
@@ -209,13 +211,14 @@ def _timed(stalls: Mapping[int, Stall]) -> list[int]:
 
 def _located(task: Task, stalls: Mapping[int, Stall], own: Sequence[Rank]) -> Located | None:
     """What the groups of all members show; None if a member does not tell of its groups, or if
-    they contradict the marks: some ranks say that they work, and another one would be the cause."""
+    they contradict the marks: some ranks work, and another one would be the cause. In a pass with
+    overlapped gathers a rank is in its own work by its marks, and may wait for its peers."""
     if not all(map(has_groups, stalls.values())):
         return None
     located = locate_stalls(stalls, [member.rank for member in task.members])
     if located is None or 2 * len(located.ranks) > len(stalls):
         return None
-    works = {rank.rank for rank in own}
+    works = {rank.rank for rank in own if not stalls[rank.rank].waits}
     return None if works and not works.issuperset(located.ranks) else located
 
 

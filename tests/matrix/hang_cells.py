@@ -95,7 +95,13 @@ LAYOUTS = (
     Layout("PP 2 x DP 2", 4, {"parallel": PIPELINE}, 2),
     Layout("PP 2 interleaved x DP 2", 4, {"parallel": PIPELINE | {"chunks": 2}}, 1),
     Layout("TP 2 x PP 2 x DP 2", 8, {"parallel": TENSOR | PIPELINE}, 5),
-    Layout("sharded optimizer", 4, {"parallel": {"optimizer": "sharded"}}, 2),
+    Layout(
+        "sharded optimizer",
+        4,
+        {"parallel": {"optimizer": "sharded"}},
+        2,
+        ("overlapped gather",),
+    ),
     Layout(
         "overlapped reduction",
         4,

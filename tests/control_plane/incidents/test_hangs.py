@@ -628,10 +628,37 @@ def test_no_place_explains_that_ranks_call_different_operations(d: Driver, task:
 def test_groups_that_contradict_the_marks_are_not_believed(d: Driver, task: int) -> None:
     """Rank 3 says that it works; by the groups it would be rank 1."""
     told(d, task, {0: (8, 3, 5), 1: (7, 3, 5), 2: (9, 4, 5), 3: (9, 4, 5)})
-    replace_stall(d, task, 3, where="own")
+    replace_stall(d, task, 3, where="own", waits=False)
     hang = locate_hang(d.state, task_of(d, task))
     assert hang is not None
     assert hang.ranks == (3,)
+
+
+def test_ranks_that_wait_in_their_own_work_do_not_contradict_the_groups(
+    d: Driver, task: int
+) -> None:
+    """With overlapped gathers, ranks wait in their forward passes. Rank 1 is at a barrier."""
+    told(d, task, dict.fromkeys(range(4), (8, 3, 5)))
+    for rank in range(4):
+        replace_stall(d, task, rank, waits=True, where="collective" if rank == 1 else "own")
+    *before, last = task_of(d, task).stalls[1].groups
+    replace_stall(d, task, 1, groups=(*before, replace(last, kind="barrier")))
+    hang = locate_hang(d.state, task_of(d, task))
+    assert hang is not None
+    assert (hang.kind, hang.ranks) == ("mismatch", (1,))
+
+
+def test_a_circle_of_waits_in_an_evaluation_is_one_of_the_network(d: Driver, task: int) -> None:
+    counts = {0: (8, 3, 5), 1: (9, 3, 4), 2: (8, 3, 5), 3: (8, 3, 5)}
+    told(d, task, counts, stuck_in={0: "world", 1: "tp", 2: "world", 3: "world"})
+    for rank in range(4):
+        replace_stall(d, task, rank, where="own", is_untimed=True)
+    hang = locate_hang(d.state, task_of(d, task))
+    assert hang is not None
+    assert (hang.kind, hang.ranks) == ("network", (0, 1, 2, 3))
+    assert "waits in a circle" in hang.why
+    replace_stall(d, task, 2, waits=False)  # it computes
+    assert locate_hang(d.state, task_of(d, task)) is None
 
 
 def test_a_rank_that_waits_where_its_step_does_not_is_a_mismatch(d: Driver, task: int) -> None:
