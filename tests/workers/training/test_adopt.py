@@ -361,6 +361,16 @@ def test_an_evaluation_that_others_have_passed_is_skipped() -> None:
     assert made.evaluate(lambda: 3) == 3
 
 
+def test_after_a_step_all_evaluate_whatever_was_passed_before_it() -> None:
+    """As a rank that joins does, which has taken no part in what was before."""
+    made = job(Script([None, 0, None, 1], [False], [0, ALL]))
+    for iteration in made:
+        made.step()
+        if iteration == 1:
+            break
+    assert made.evaluate(lambda: made.iteration) == 2
+
+
 @pytest.mark.parametrize(("settled", "num_finished"), [(0, 0), (3, ALL)])
 def test_what_a_newcomer_tells(settled: int, num_finished: int) -> None:
     script = Script([None, settled], [], [0])

@@ -186,6 +186,7 @@ class Job:
             if self._ended:
                 return -1
             if stepped is not None:
+                self._num_skipped = 0
                 return stepped
             if self.iteration > expected:
                 return self.iteration - 1
