@@ -127,6 +127,9 @@ class Play:
             if self.variant.is_exact:  # they wait for the largest element of the late rank
                 self._come_to(self._others, "bucket_done", STRUCK)
                 return
+            if self.variant.optimizer == "mirrored":  # one waits for the late rank's shard
+                self._come_to(self._others, "mirror", STRUCK)
+                return
             if self.variant.is_plain:
                 self._come_to(self._free, "reduce", STRUCK + 1)
                 return

@@ -374,6 +374,8 @@ class Member:
             self.recovery.become_standby()
         self.pulse.mark("boundary", OUTSIDE_CODE)
         yield None
+        if not self.joined:  # `run_collectively` has left the generation
+            return False
         while outcome.goes_on and at < self.train.iterations:
             outcome = (
                 self.iteration.beside.run_as_standby(at)
@@ -391,7 +393,7 @@ class Member:
                 self._take_due_checkpoints(at, outcome)
                 self._exit_if_too_many_abandoned(outcome)
                 yield at - 1
-                if not self.joined:  # `run_collectively` has left the generation
+                if not self.joined:
                     return False
         self.pulse.mark("boundary", OUTSIDE_CODE)
         if outcome.goes_on:

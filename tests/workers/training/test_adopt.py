@@ -215,7 +215,7 @@ def test_a_described_model_that_is_not_the_built_one_is_refused(
 
 
 # --- how a driver runs a loop ---------------------------------------------------------------------
-ALL = 1 << 30
+ALL, ENDS = 1 << 30, (1 << 30) + 1
 
 
 class Between:
@@ -387,7 +387,28 @@ def test_who_waits_for_the_end_has_passed_all_evaluations() -> None:
     for _ in made:
         made.step()
     made.finish()
-    assert script.communicators.rounds.told == [0, ALL]
+    assert script.communicators.rounds.told == [0, ENDS]
+
+
+def test_after_a_rollback_in_finish_nobody_evaluates() -> None:
+    """Those in `finish` do not come back to the script; a new member runs it from there on."""
+    made = job(Script([None, 2, -2, 2, 3], [], [0, ENDS]))
+    for _ in made:
+        made.step()
+        break
+    seen = [(made.step(), made.evaluate(lambda: 7)) for _ in range(2)]
+    assert seen == [(2, None), (3, None)]
+
+
+def test_a_step_after_a_rollback_may_come_from_the_others() -> None:
+    """After the rollback they have stepped again, and were in their evaluation."""
+    script = Script([None, 0, 1, -1, -2, 2, 3], [False] * 5, [0] * 3)
+    made = job(script)
+    seen = []
+    for _ in made:
+        seen.append((made.step(), made.evaluate(lambda: made.iteration)))
+    assert script.communicators.rounds.told == [0, ALL, 0]
+    assert seen == [(0, 1), (1, 2), (1, 2), (2, 3), (3, 4)]
 
 
 # --- without an agent -----------------------------------------------------------------------------

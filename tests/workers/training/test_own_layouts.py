@@ -254,6 +254,47 @@ def test_an_evaluation_in_which_a_rank_dies_is_repeated(
     finish(driver, left, undisturbed)
 
 
+DIES_IN_ITS_TURN = """
+import os, signal, time
+from pathlib import Path
+from unicron.workers.training.adopt import adoption
+
+calls = []
+
+def evaluating(*given, evaluate=adoption.evaluate, rank=int(os.environ["UNICRON_RANK"])):
+    calls.append(rank)
+    turn = len(calls)
+    if turn > 2 or rank != turn:
+        Path({folder!r}, f"evaluating-{{turn}}-{{rank}}").touch()
+        return evaluate(*given)
+    last_s = time.monotonic() + 30
+    while len(list(Path({folder!r}).glob(f"evaluating-{{turn}}-*"))) < 4 - turn:
+        assert time.monotonic() < last_s
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+adoption.evaluate = evaluating
+"""
+"""Rank 1 dies in the first evaluation, rank 2 when it is repeated."""
+
+
+def test_an_evaluation_in_which_two_ranks_die_is_repeated_twice(
+    loops: Loops, undisturbed: Driver
+) -> None:
+    driver = loops(**ANY)
+    driver.patch = DIES_IN_ITS_TURN.format(folder=str(driver.folder)) + driver.patch
+    driver.start(0, 1, 2, 3)
+    driver.form([0, 1, 2, 3], axes=Axes(dp=4))
+    driver.processes.pop(1).popen.wait(WAIT_S)
+    driver.quiesce([0, 2, 3], "now")
+    driver.form([0, 2, 3], axes=Axes(dp=3))
+    driver.processes.pop(2).popen.wait(WAIT_S)
+    driver.quiesce([0, 3], "now")
+    reports = driver.form([0, 3], axes=Axes(dp=2))
+    assert {one.step_version for one in reports.values()} == {EVALUATED}
+    finish(driver, [0, 3], undisturbed)
+
+
 def test_an_evaluation_is_not_repeated_on_older_weights(loops: Loops, undisturbed: Driver) -> None:
     """The dead rank's shard of the optimizer is left in a copy only, of an earlier iteration."""
     driver = loops("--sharded", **ANY, optimizer="sharded", copy_every=COPIED)
@@ -278,6 +319,31 @@ def test_an_evaluation_is_not_repeated_on_older_weights(loops: Loops, undisturbe
             )
             == 1
         )
+
+
+@pytest.mark.thorough
+def test_a_task_that_goes_back_from_its_end_evaluates_no_more(
+    loops: Loops, undisturbed: Driver
+) -> None:
+    """Rank 1 dies as all save the final state, which is set back to a copy. The others do not come
+    back to the script, whose evaluations the new rank would wait in alone."""
+    driver = loops("--sharded", **ANY, optimizer="sharded", copy_every=COPIED)
+    driver.keepers = [LocalKeeper("n1")]
+    driver.start(0, 1, 2)
+    hold = driver.hold(1, "save", ITERATIONS)
+    driver.form([0, 1, 2], axes=Axes(dp=3))
+    driver.held(1, ITERATIONS)
+    driver.until(lambda: COPIED in whole_steps(driver.keepers), "all have stored their shares")
+    copies = (named(driver.keepers, driver.wait(MemoryCheckpointStored, 0)),)
+    driver.kill(1)
+    hold.unlink()
+    driver.quiesce([0, 2], "now")
+    driver.start(1, attempt=2)
+    reports = driver.form([0, 1, 2], axes=Axes(dp=3), copies=copies)
+    assert {one.step_version for one in reports.values()} == {COPIED}
+    gap = compare(saved(driver, [0, 1, 2]), saved(undisturbed, []))
+    assert gap.loss_rel < RELATIVE_MAX
+    assert gap.param_rel < RELATIVE_MAX
 
 
 def test_a_rank_that_did_not_reach_an_evaluation_repeats_it_with_the_others(

@@ -54,6 +54,8 @@ log = structlog.get_logger()
 
 EVALUATIONS_NUM_MAX = 1 << 30
 """More than follow any step: what a member tells that has all of them behind it."""
+ENDS_NUM = EVALUATIONS_NUM_MAX + 1
+"""What a member tells that is in `finish`, and never comes to an evaluation again."""
 
 
 class Declined(UsageError):
@@ -178,7 +180,7 @@ class Job:
         A member that receives the state after a step that others have taken skips the evaluations
         that one of them has finished already.
         """
-        self._num_evaluated = self._num_skipped = 0
+        self._num_evaluated = 0
         expected = self.iteration
         self._next = (expected + 1, 0)
         while True:
@@ -186,10 +188,13 @@ class Job:
             if self._ended:
                 return -1
             if stepped is not None:
-                self._num_skipped = 0
+                if self._num_skipped < ENDS_NUM:
+                    self._num_skipped = 0
                 return stepped
             if self.iteration > expected:
                 return self.iteration - 1
+            expected = self.iteration  # the task may be back at an earlier one
+            self._next = (expected + 1, 0)
 
     def evaluate(self, call: Callable[[], T]) -> T | None:
         """Between two steps: run `call`, which may use collectives, on all members and return its
@@ -197,8 +202,9 @@ class Job:
 
         With gloo, it runs in a separate thread. If a member fails during it, `call` runs again on
         all members of the next generation, also on those that had not reached it. It returns None
-        on a member that has not finished it if another one has, or if the task is back at an
-        earlier iteration, from which it comes here again.
+        on a member that has not finished it if another one has, if a new member has joined, which
+        does not come here before its next step, or if the task is back at an earlier iteration,
+        from which it comes here again.
         """
         self._num_evaluated += 1
         number, began = self._num_evaluated, self.iteration
@@ -209,7 +215,7 @@ class Job:
                 return results[-1]
             results.clear()
             if self._advance() is not None or self._ended:
-                self._num_skipped = EVALUATIONS_NUM_MAX
+                self._num_skipped = max(self._num_skipped, EVALUATIONS_NUM_MAX)
             if number <= self._num_skipped:
                 why = "a member failed during it"
                 if self.iteration < began:
@@ -233,8 +239,9 @@ class Job:
         return float(loss_sum * trainee.train.num_micro_batches / num)
 
     def finish(self) -> None:
-        """Run all remaining steps; write and publish the final checkpoint."""
-        self._next = (self._work.train.iterations, EVALUATIONS_NUM_MAX)
+        """Run all remaining steps; write and publish the final checkpoint. If the task goes back to
+        an earlier iteration meanwhile, no member evaluates any more."""
+        self._num_skipped = ENDS_NUM
         while not self._ended:
             self._advance()
 
@@ -258,6 +265,8 @@ class Job:
         communicators = self._driver.communicators
         iteration, num_finished = self._next
         mine = num_finished if iteration == self.iteration else EVALUATIONS_NUM_MAX
+        if self._num_skipped == ENDS_NUM:
+            mine = ENDS_NUM
         try:
             with self._driver.control.waiting_for_others(
                 communicators.generation, communicators.interrupt
