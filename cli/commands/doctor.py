@@ -265,8 +265,8 @@ def peer_names() -> Finding:
     return Finding(
         "names",
         "note" if is_slow else "ok",
-        f"the name of {mapped} was looked up in {took_s:.3f} s",
-        "torch does so for each rank that connects: mend the name server, or list the hosts in "
+        f"torch looks up the name of {mapped} in {took_s:.3f} s",
+        "it does so for each rank that connects: mend the name server, or list the hosts in "
         f"/etc/hosts, each also in this form: {mapped}"
         if is_slow
         else "",

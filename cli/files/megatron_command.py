@@ -6,6 +6,7 @@ that check: it sees what the script really uses.
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -124,7 +125,7 @@ def _command_of(spec: JobSpec) -> Command | None:
 
 def _given(words: list[str]) -> dict[str, str]:
     found: dict[str, str] = {}
-    for word, after in zip(words, [*words[1:], ""], strict=True):
+    for word, after in pairwise([*words, ""]):
         if word.startswith("--"):
             spelt, has_value, value = word.removeprefix("--").partition("=")
             name = spelt.replace("-", "_")

@@ -415,6 +415,7 @@ def _copies(task: Plain, past: Plain, now_s: float) -> list[str]:
         each = task["replica_ranks"]
         of = f" of {each} ranks" if each > 1 else ""
         num = len(holders) // each
+        of += " (weights)" if num > 1 and task["lost_rank"] else ""  # not of the optimizer
         live = (
             f"{fmt.number_of(num, 'live replica')}{of}, {there}: "
             f"{fmt.ranks(one['rank'] for one in holders)}"

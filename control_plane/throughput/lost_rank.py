@@ -20,7 +20,7 @@ def lost_rank_costs(
         return ""
     if axes.dp > 1 and train.parallel.optimizer == "mirrored":
         size = (
-            f": {round(mirrored_bytes / mirrored_params)} bytes a parameter, "
+            f": {round(mirrored_bytes / mirrored_params)} bytes a parameter of its shard, "
             f"{scaled(mirrored_bytes, 'B')} a rank"
             if mirrored_params
             else ""

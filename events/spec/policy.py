@@ -99,7 +99,7 @@ class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     leaves: what is read again from the beginning would not end where storage stalls now and then.
     Of no effect if the limit of the wait is longer."""
     silent_s_max: float = 1800.0
-    """How long it counts as work that a process computes and moves nothing."""
+    """For how long at most CPU time alone, of a process that moves nothing, counts as progress."""
     stop_s_max: float = 10.0
     """How long a process may take to exit after SIGTERM, before SIGKILL; its exit is awaited for as
     long again."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from cli_process import refused, unicron
 from unicron.cli.files import job_file, megatron_command
 from unicron.workers.training.megatron_lm.arguments import DECLINES
@@ -183,3 +184,11 @@ def test_the_dry_run_does_not_promise_what_a_start_decides(
     page = " ".join(shown.stdout.split())
     assert words in page
     assert ("unless the command" in page) == (name == "fsdp")
+
+
+def test_a_command_without_arguments_is_left_to_its_start(tmp_path: Path) -> None:
+    spec = yaml.safe_load(EXAMPLE.read_text())
+    spec["command"] = spec["command"][:3]
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(spec))
+    assert job_file.load(path).command == ("unicron", "megatron", spec["command"][2])

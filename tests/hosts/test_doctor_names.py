@@ -39,6 +39,6 @@ def test_a_name_server_that_does_not_answer_is_told(tmp_path: Path, is_listed: b
         check=True,
     ).stdout
     grade, result, hint = told.strip().split("|")
-    assert "the name of ::ffff:127.0.0.1 was looked up in " in result
+    assert "torch looks up the name of ::ffff:127.0.0.1 in " in result
     assert grade == ("ok" if is_listed else "note")
     assert ("each also in this form: ::ffff:127.0.0.1" in hint) is not is_listed

@@ -124,11 +124,9 @@ class Play:
         """When the reduction is complete on some ranks, and the late one has no full bucket."""
 
         def others_come() -> None:
-            if self.variant.is_exact:  # they wait for the largest element of the late rank
+            # Some wait for the largest element of the late rank, or for its shard.
+            if self.variant.is_exact or self.variant.optimizer == "mirrored":
                 self._come_to(self._others, "bucket_done", STRUCK)
-                return
-            if self.variant.optimizer == "mirrored":  # one waits for the late rank's shard
-                self._come_to(self._others, "mirror", STRUCK)
                 return
             if self.variant.is_plain:
                 self._come_to(self._free, "reduce", STRUCK + 1)

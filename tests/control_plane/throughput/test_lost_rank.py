@@ -60,7 +60,7 @@ def job(slots: int, **parallel: Any) -> JobSpec:
             "mirrored",
             Axes(tp=2, dp=2),
             {},
-            "nothing; kept on a peer: 12 bytes a parameter, 816 MB a rank",
+            "nothing; kept on a peer: 12 bytes a parameter of its shard, 816 MB a rank",
         ),
     ],
 )
@@ -88,7 +88,9 @@ def test_a_sharded_job_is_submitted_with_mirrors_if_they_fit() -> None:
     assert fits.loop.parallel.optimizer == "mirrored"
     (row,) = choices(job(8, tensor=[2])).choices
     assert any(
-        note.startswith("a lost rank costs nothing; kept on a peer: 12 bytes a parameter, ")
+        note.startswith(
+            "a lost rank costs nothing; kept on a peer: 12 bytes a parameter of its shard, "
+        )
         for note in row.notes
     )
     for spec in (job(8, tensor=[2], mirror="never"), job(16, tensor=[1])):
