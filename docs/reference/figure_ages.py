@@ -86,6 +86,7 @@ FIGURES = {
     "detection-hosts": Figure("bench-detection", "tests/bench/detection", DETECTION),
     "recovery": Figure("bench-recovery", "tests/bench/recovery", HEALING),
     "layouts": Figure("bench-recovery", "tests/bench/recovery", HEALING),
+    "recovery-default": Figure("bench-recovery", "tests/bench/recovery", HEALING),
     "settlement": Figure(
         "bench-settlement",
         "tests/bench/settlement",
@@ -110,6 +111,7 @@ FIGURES = {
     "overhead": Figure("bench-overhead", "tests/bench/overhead", TRAINING),
     "overhead-bitwise": Figure("bench-overhead", "tests/bench/overhead", TRAINING),
     "overhead-counted": Figure("bench-overhead", "tests/bench/overhead", TRAINING),
+    "overhead-mirror": Figure("bench-overhead", "tests/bench/overhead", TRAINING),
     "scale": Figure(
         "bench-scale",
         "tests/bench/scale",
