@@ -149,7 +149,7 @@ def _classify(
     if not all_reachable:
         return None
     if located is not None and all(stall.waits for stall in stalls.values()):
-        own = []
+        own = []  # nobody works, whatever the marks say
     hang = _of_all(state, task, stalls, own, limits_s, sure_s)
     if hang is None or located is None or hang.kind != "network":
         return hang
