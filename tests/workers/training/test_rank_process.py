@@ -217,8 +217,14 @@ def test_buckets_of_the_previous_iteration_are_not_reported(drive: Drive) -> Non
 
 
 ABORTS = """
+import time
+from unicron.workers.training.communicators import communicators
 from unicron.workers.training.communicators.communicators import Communicators
-right_up, right_wake = Communicators.up, Communicators.interrupt
+right_up, right_wake, right_abort = Communicators.up, Communicators.interrupt, communicators._abort
+def abort(*given):
+    time.sleep(1)
+    right_abort(*given)
+communicators._abort = abort
 def up(self, *given):
     self.backend = "gloo"
     costs_s = right_up(self, *given)
@@ -229,7 +235,8 @@ def wake(self):
     print("woken in", self.generation, flush=True)
 Communicators.up, Communicators.interrupt = up, wake
 """
-"""Aborts gloo's groups as NCCL's are aborted: torch no longer knows them."""
+"""Aborts gloo's groups as NCCL's are aborted: torch no longer knows them, and the aborts last until
+the next groups are built."""
 
 
 def test_a_member_about_to_use_a_group_that_was_aborted_quiesces(drive: Drive) -> None:

@@ -245,7 +245,8 @@ class Communicators:
         """Build the groups of a layout. `replica`: its ranks. Returns the seconds of each, by role,
         in order; NCCL builds a communicator only when it is first used. Raises RuntimeError,
         UsageError."""
-        self._nccl_aborts.make_room()
+        if self.backend == "nccl":
+            self._nccl_aborts.make_room()
         self._is_building = True
         began_s = time.monotonic()
         try:
