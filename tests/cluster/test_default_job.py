@@ -18,7 +18,7 @@ from real_cluster import RealCluster
 from reference import differing, read
 
 pytestmark = pytest.mark.thorough
-ITERATIONS, MICRO_BATCHES, RANKS, EVERY, STRUCK = 14, 8, 4, 2, 5
+ITERATIONS, MICRO_BATCHES, RANKS, EVERY, STRUCK = 60, 8, 4, 2, 5
 Spec = dict[str, Any]
 
 
