@@ -69,3 +69,17 @@ def test_training_continues_after_a_lost_rank(drive: Drive, twin: Twins, name: s
     assert {one.step_version for one in reports.values()} <= {2, 3}
     assert len({one.step_version for one in reports.values()}) == 1
     finish(driver, list(case.members), twin(iterations=NUM_ITERATIONS, model=MODEL))
+
+
+def test_tensor_ranks_told_in_a_forward_stop_after_its_micro_batch(
+    drive: Drive, twin: Twins
+) -> None:
+    driver = drive(iterations=NUM_ITERATIONS, model=MODEL, parallel=ANY)
+    driver.start(0, 1)
+    path = driver.hold(0, "forward", 2, micro_batch=1)
+    driver.form([0, 1], axes=Axes(tp=2))
+    driver.held(0, 2)
+    reports = driver.quiesce([0, 1], "now", path)
+    assert {report.micro_batches for report in reports.values()} == {(0, 1)}
+    driver.form([0, 1], axes=Axes(tp=2))
+    finish(driver, [0, 1], twin(iterations=NUM_ITERATIONS, model=MODEL))

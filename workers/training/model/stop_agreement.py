@@ -11,9 +11,10 @@ from ..communicators.operations import MAX, Operations, Role
 class StopAgreement:
     """Whether any member of the group of this role must stop.
 
-    The answer to a question is read one micro-batch later. The device has computed it by then, and
-    still has a whole micro-batch to run, so that it never idles. An answer that is read at once
-    would make the host wait until the device has nothing left to do.
+    An answer is read some passes after its question: after the backward pass, or in a pipeline when
+    the next group of micro-batches begins. The device has computed it by then, and still has those
+    passes to run, so that it never idles. An answer that is read at once would make the host wait
+    until the device has nothing left to do.
     """
 
     def __init__(self, operations: Operations, role: Role, device: torch.device) -> None:

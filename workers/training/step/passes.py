@@ -81,14 +81,14 @@ class PassRunner(Generic[E]):
         same number of micro-batches. Raises RuntimeError. It may be abandoned: `sum_` and
         `operations` are of its own model and generation."""
         part, engine, collectives = self.part, self.part.engine, self.part.collectives
-        if agreement is not None and engine.axes.pp == 1:
-            if agreement.answer():
-                return Passes(0, Losses())
-            if not is_last:
-                agreement.ask(must_stop=collectives.must_stop())
+        if agreement is not None and engine.axes.pp == 1 and agreement.answer():
+            return Passes(0, Losses())
 
         def begin(losses: Losses) -> None:
-            sum_.begin(operations, self.own_stats(), part.losses.with_losses(losses))
+            if is_last:
+                sum_.begin(operations, self.own_stats(), part.losses.with_losses(losses))
+            elif agreement is not None:
+                agreement.ask(must_stop=collectives.must_stop())
 
         return engine.run(
             operations,
@@ -97,7 +97,7 @@ class PassRunner(Generic[E]):
             self.sample,
             part.notes.note_pass,
             must_stop=collectives.must_stop,
-            begin=begin if is_last and not is_probe else None,
+            begin=None if is_last and is_probe else begin,
             backward=partial(sum_.backward, is_last=is_last and not is_probe),
         )
 
