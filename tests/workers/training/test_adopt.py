@@ -15,6 +15,7 @@ from launcher import launch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
+from structlog.testing import capture_logs
 from unicron.events.spec.job import Train
 from unicron.events.spec.model import Axes, MegatronModel
 from unicron.events.spec.parallelism import Parallel
@@ -396,8 +397,10 @@ def test_after_a_rollback_in_finish_nobody_evaluates() -> None:
     for _ in made:
         made.step()
         break
-    seen = [(made.step(), made.evaluate(lambda: 7)) for _ in range(2)]
+    with capture_logs() as logs:
+        seen = [(made.step(), made.evaluate(lambda: 7)) for _ in range(2)]
     assert seen == [(2, None), (3, None)]
+    assert "back from its end" in logs[0]["event"]
 
 
 def test_a_step_after_a_rollback_may_come_from_the_others() -> None:

@@ -257,6 +257,11 @@ class Job:
         if stepped is None:
             self._began = True
             self._num_skipped = self._agree()
+            if self._num_skipped == ENDS_NUM and self.iteration < self._work.train.iterations:
+                log.warning(
+                    "evaluations are skipped from here on: the task is back from its end",
+                    iteration=self.iteration,
+                )
         return stepped
 
     def _agree(self) -> int:
