@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +16,24 @@ from rank_twin import Twin
 
 
 @pytest.fixture
-def drive(tmp_path: Path, nursery: Nursery) -> Iterator[Callable[..., Driver]]:
+def closed() -> Iterator[Callable[[Driver], Driver]]:
+    """Returns the driver that it is given, and closes it at the end of the test."""
+    with ExitStack() as stack:
+        yield lambda driver: stack.enter_context(closing(driver))
+
+
+@pytest.fixture
+def drive(
+    tmp_path: Path, nursery: Nursery, closed: Callable[[Driver], Driver]
+) -> Callable[..., Driver]:
     """Factory of drivers whose ranks are forked: `drive(dropout=0.1, iterations=20)`."""
-    made: list[Driver] = []
 
     def make(**changes: Any) -> Driver:
-        folder = tmp_path / f"driver-{len(made)}"
-        folder.mkdir()
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
         output = changes.pop("output", folder / "out")
-        made.append(Driver(small_spec(output, **changes), folder, nursery))
-        return made[-1]
+        return closed(Driver(small_spec(output, **changes), folder, nursery))
 
-    yield make
-    for driver in made:
-        driver.close()
+    return make
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,15 +115,14 @@ def test_another_number_of_threads_or_device_is_refused(
 
 # --- scripts ---
 @pytest.fixture
-def loops(tmp_path: Path, nursery: Nursery) -> Iterator[Loops]:
+def loops(tmp_path: Path, nursery: Nursery, closed: Loops) -> Loops:
     """A driver whose rank runs the example: `loops("--experts", reproducible="required")`. Call it
     once. `argument`: the script's own `reproducible`."""
-    made: list[Driver] = []
 
     def make(*words: str, argument: str = "", **options: Any) -> Driver:
         changes = [("sequence=SEQUENCE,", f"sequence=SEQUENCE, reproducible={argument!r},")]
         script = changed_example(tmp_path, changes if argument else [])
-        made.append(
+        driver = closed(
             drive_loop(
                 tmp_path,
                 nursery,
@@ -135,12 +134,10 @@ def loops(tmp_path: Path, nursery: Nursery) -> Iterator[Loops]:
                 **options,
             )
         )
-        made[-1].launch(0)
-        return made[-1]
+        driver.launch(0)
+        return driver
 
-    yield make
-    for driver in made:
-        driver.close()
+    return make
 
 
 def test_experts_train_with_rounding_and_say_so(loops: Loops) -> None:

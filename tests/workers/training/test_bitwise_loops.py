@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,12 @@ Loops = Callable[..., Driver]
 
 
 @pytest.fixture
-def loops(tmp_path: Path, nursery: Nursery) -> Iterator[Loops]:
+def loops(tmp_path: Path, nursery: Nursery, closed: Loops) -> Loops:
     """Factory of drivers: `loops("overlapped gather", optimizer="sharded")`."""
-    made: list[Driver] = []
 
     def make(*flags: str, **options: Any) -> Driver:
-        folder = tmp_path / str(len(made))
-        folder.mkdir()
-        made.append(
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        return closed(
             drive_loop(
                 folder,
                 nursery,
@@ -40,11 +39,8 @@ def loops(tmp_path: Path, nursery: Nursery) -> Iterator[Loops]:
                 **{"reproducible": "bitwise"} | options,
             )
         )
-        return made[-1]
 
-    yield make
-    for driver in made:
-        driver.close()
+    return make
 
 
 def train(driver: Driver, axes: Axes) -> dict[str, Any]:

@@ -56,17 +56,13 @@ def loop(folder: Path, nursery: Nursery, package: str, **options: Any) -> Driver
 
 
 @pytest.fixture
-def loops(tmp_path: Path, nursery: Nursery) -> Iterator[Loops]:
+def loops(tmp_path: Path, nursery: Nursery, closed: Loops) -> Loops:
     """Factory of drivers: `loops("apex", tensor=[2])`."""
-    made: list[Driver] = []
 
     def make(package: str, **options: Any) -> Driver:
-        made.append(loop(tmp_path, nursery, package, **options))
-        return made[-1]
+        return closed(loop(tmp_path, nursery, package, **options))
 
-    yield make
-    for driver in made:
-        driver.close()
+    return make
 
 
 @pytest.fixture(scope="module")

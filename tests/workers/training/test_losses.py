@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,8 @@ Drive = Callable[..., Driver]
 
 
 @pytest.fixture
-def drive(tmp_path: Path, nursery: Nursery) -> Iterator[Drive]:
+def drive(tmp_path: Path, nursery: Nursery, closed: Drive) -> Drive:
     """Trains the example on two ranks; its loss is NaN in the iterations for which `when` holds."""
-    made: list[Driver] = []
 
     def drive(when: str, *, axes: Axes, **options: Any) -> Driver:
         changes = [
@@ -43,26 +42,25 @@ def drive(tmp_path: Path, nursery: Nursery) -> Iterator[Drive]:
             ),
             ("losses.float().sum()", f"losses.float().sum() * (1, torch.nan)[asked.now {when}]"),
         ]
-        driver = drive_loop(
-            tmp_path,
-            nursery,
-            [],
-            iterations=ITERATIONS,
-            micro_batches=MICRO_BATCHES,
-            slots_max=2,
-            script=changed_example(tmp_path, changes),
-            **options,
+        driver = closed(
+            drive_loop(
+                tmp_path,
+                nursery,
+                [],
+                iterations=ITERATIONS,
+                micro_batches=MICRO_BATCHES,
+                slots_max=2,
+                script=changed_example(tmp_path, changes),
+                **options,
+            )
         )
-        made.append(driver)
         driver.keepers = [LocalKeeper("n1"), LocalKeeper("n2")]
         driver.start(0, 1)
         driver.form([0, 1], axes=axes)
         driver.finish([0, 1])
         return driver
 
-    yield drive
-    for driver in made:
-        driver.close()
+    return drive
 
 
 def is_finite(folder: Path) -> bool:

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -232,16 +232,15 @@ def test_the_store_of_a_generation_answers_as_the_one_beneath() -> None:
 
 # --- real ranks ---
 @pytest.fixture
-def loops(tmp_path: Path, nursery: Nursery) -> Iterator[Callable[..., Any]]:
+def loops(tmp_path: Path, nursery: Nursery, closed: Callable[..., Any]) -> Callable[..., Any]:
     """`loops(services)`: a driver whose ranks run the example, with a user's connections."""
-    made: list[Any] = []
 
     def make(services: kept_connections.Services, **options: Any) -> Any:
         used = f"    use()\n{SAMPLE}"
         script = changed_example(
             tmp_path, [(SAMPLE, used), ("\nVOCABULARY", f"{services.script}\nVOCABULARY")]
         )
-        made.append(
+        return closed(
             drive_loop(
                 tmp_path,
                 nursery,
@@ -253,11 +252,8 @@ def loops(tmp_path: Path, nursery: Nursery) -> Iterator[Callable[..., Any]]:
                 **options,
             )
         )
-        return made[-1]
 
-    yield make
-    for driver in made:
-        driver.close()
+    return make
 
 
 def killed_again_and_again(loops: Callable[..., Any], tmp_path: Path, num: int) -> None:

@@ -38,17 +38,13 @@ def loop(folder: Path, nursery: Nursery, *words: str, **options: Any) -> Driver:
 
 
 @pytest.fixture
-def loops(tmp_path: Path, nursery: Nursery) -> Iterator[Loops]:
+def loops(tmp_path: Path, nursery: Nursery, closed: Loops) -> Loops:
     """Factory of drivers: `loops("--sharded", pipeline=[2])`. Call it once in a test."""
-    made: list[Driver] = []
 
     def make(*words: str, **options: Any) -> Driver:
-        made.append(loop(tmp_path, nursery, *words, **options))
-        return made[-1]
+        return closed(loop(tmp_path, nursery, *words, **options))
 
-    yield make
-    for driver in made:
-        driver.close()
+    return make
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,19 +41,14 @@ def loop(folder: Path, nursery: Nursery, *flags: str, **options: Any) -> Driver:
 
 
 @pytest.fixture
-def loops(tmp_path: Path, nursery: Nursery) -> Iterator[Loops]:
-    """Factory of drivers: `loops("recompute", pipeline=[2])`. Call it once in a test."""
-    made: list[Driver] = []
+def loops(tmp_path: Path, nursery: Nursery, closed: Loops) -> Loops:
+    """Factory of drivers: `loops("recompute", pipeline=[2])`."""
 
     def make(*flags: str, **options: Any) -> Driver:
-        folder = tmp_path / str(len(made))
-        folder.mkdir()
-        made.append(loop(folder, nursery, *flags, **options))
-        return made[-1]
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        return closed(loop(folder, nursery, *flags, **options))
 
-    yield make
-    for driver in made:
-        driver.close()
+    return make
 
 
 @pytest.fixture(scope="module")
