@@ -16,6 +16,7 @@ import slow_storage
 from real_cluster import RealCluster, running
 from twins import small
 from unicron.events.spec.policy import Policy
+from unicron.events.words import scaled
 
 LIMITS = (
     "start_s_max",
@@ -186,16 +187,19 @@ def test_another_layout_that_takes_ten_times_the_limit(
 ) -> None:
     """PP 2 x DP 2 goes on as PP 3 without a rank: one member receives two layers, one another."""
     model = {"num_layers": 6, "hidden": 256, "num_heads": 4, "sequence": 32}
-    parallel, batch = {"pipeline": [2, 3]}, {"global": 16, "micro": 2}
+    # With fewer micro-batches PP 3 and a spare rank would be faster.
+    parallel, batch = {"pipeline": [2, 3]}, {"global": 128, "micro": 2}
     changes = {"model": model, "parallel": parallel, "batch": batch}
     task = cluster.submit(job("layout", tmp_path, slots=(1, 4), copy_every=0, **changes))
     cluster.wait_whole(task, 4)
     after = cluster.seq()
     layer_bytes = 12 * model["hidden"] ** 2 * BYTES_A_PARAMETER
-    set_rates(cluster, peer=layer_bytes / (1.2 * TIMES * RECONFIGURE_S))
+    set_rates(cluster, peer=2 * layer_bytes / (1.2 * TIMES * RECONFIGURE_S))
+    came = cluster.hold(task, 3, event="start", iteration=-1)  # not before the others go on
     os.kill(cluster.pids(task)[3], signal.SIGKILL)
     order: Any = cluster.wait_told(after, "Reconfigure", task=task).body
     began_s = time.monotonic()
+    came.unlink()
     assert order.axes.pp == 3
     print(watch_status(cluster, task, "its state, "))
     cluster.wait_told(after, "Resume", task=task)
@@ -259,7 +263,8 @@ def test_a_save_that_stands_still_is_named_and_holds_no_slots(
     """The storage of a task that is preempted takes a part of its state, and no more."""
     task = hasty.submit(job("stands", tmp_path, checkpoint_every=1000, copy_every=0))
     hasty.wait_steps(task, 3)
-    set_rates(hasty, write=state_bytes(hasty, task) / 2 / (10 * SHORT_S))
+    part_bytes = state_bytes(hasty, task) / 2  # each member writes a half
+    set_rates(hasty, write=part_bytes / (10 * SHORT_S))
     after = hasty.seq()
     changes: dict[str, Any] = {"slots": (4, 4), "weight": 100.0, "iterations": 3}
     urgent = hasty.submit(job("next", tmp_path, copy_every=0, **changes))
@@ -269,9 +274,10 @@ def test_a_save_that_stands_still_is_named_and_holds_no_slots(
     print(opened.why)
     assert f"_s_max: nothing moved for {SHORT_S:g} s; rank " in opened.why
     assert " saves its state, " in opened.why
-    assert " of 29.3 MB, moved " in opened.why
-    assert hasty.wait_ended(urgent)["state"] == "finished", hasty.tail(after)
+    assert f" of {scaled(part_bytes, 'B')}, moved " in opened.why
+    hasty.wait_steps(urgent, 1)
     set_rates(hasty)
+    assert hasty.wait_ended(urgent)["state"] == "finished", hasty.tail(after)
     hasty.wait_whole(task, 2)
     hasty.cancel(task)
 
@@ -303,7 +309,8 @@ def test_a_script_that_builds_an_index_and_loads_for_ten_times_the_limits(
     assert hasty.wait_ended(task)["state"] == "finished", hasty.endings(task)
     starts = hasty.told(after, "RankStarted", task=task)
     assert [x.body.attempt for x in starts] == [1, 1], hasty.tail(after)  # type: ignore[attr-defined]
-    assert min(hasty.losses(task)) > 0
+    progressed: list[Any] = hasty.told(after, "TaskProgressed", task=task)
+    assert progressed[0].body.first_iteration == 8
     assert not hasty.told(after, "IncidentOpened"), hasty.tail(after)
 
 

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 RATES = "storage.json"
 PART_BYTES = 256 << 10
-MESSAGE_BYTES = 512 << 10
+MESSAGE_BYTES = 128 << 10
 """Of a message to a member: nothing moves while one waits."""
 SMALL_BYTES = 64 << 10
 """What is shorter is not slowed: indexes, numbers, messages."""
@@ -132,7 +132,7 @@ def slow(rates: Path) -> None:
     from unicron.events import object_storage
     from unicron.workers.checkpoint_store import protocol
     from unicron.workers.training.model import text_data
-    from unicron.workers.training.recovery import state_transfer
+    from unicron.workers.training.recovery import state_exchange, state_transfer
 
     made = _Slow(rates)
     opened = object_storage.PathStore.opened
@@ -170,3 +170,4 @@ def slow(rates: Path) -> None:
     protocol.read_exactly = read_slowly  # type: ignore[assignment]
     state_transfer._seal = seal_slowly
     state_transfer.CHUNK_BYTES = MESSAGE_BYTES
+    state_exchange.LARGEST_NUM = MESSAGE_BYTES // 4  # elements of fp32
