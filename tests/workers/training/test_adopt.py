@@ -400,7 +400,7 @@ def test_after_a_rollback_in_finish_nobody_evaluates() -> None:
     with capture_logs() as logs:
         seen = [(made.step(), made.evaluate(lambda: 7)) for _ in range(2)]
     assert seen == [(2, None), (3, None)]
-    assert "back from its end" in logs[0]["event"]
+    assert "ranks have left the loop of the script" in logs[0]["event"]
 
 
 def test_a_step_after_a_rollback_may_come_from_the_others() -> None:

@@ -259,7 +259,7 @@ class Job:
             self._num_skipped = self._agree()
             if self._num_skipped == ENDS_NUM and self.iteration < self._work.train.iterations:
                 log.warning(
-                    "evaluations are skipped from here on: the task is back from its end",
+                    "evaluations are skipped from here on: ranks have left the loop of the script",
                     iteration=self.iteration,
                 )
         return stepped
